@@ -1,0 +1,233 @@
+"""SamplingParams: what a caller may ask of one request, and how defaults are filled in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from slotline.errors import InvalidParameter
+
+MAX_N = 128
+MAX_STOPS = 64
+MAX_STOP_CHARS = 1024
+MAX_BAD_WORDS = 256
+MAX_BIAS = 4096
+LOGPROBS_CEILING = 1024
+LOGPROBS_MODES = ("raw", "processed")
+GREEDY_BELOW = 1e-5  # a temperature under this is treated as 0: logits / t would overflow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Say how one request is sampled. ``None`` means: not given.
+
+    A field that is not given takes the model's generation_config value, then the neutral
+    value (temperature 1, top_p 1, top_k off, penalties off).
+
+    Args:
+        max_tokens: most tokens to generate; None runs to the end of the context.
+        min_tokens: end tokens, stop ids and stop strings count only from here on.
+        temperature: 0 to 2; 0 is greedy.
+        top_p: nucleus mass, 0 < top_p <= 1.
+        top_k: keep the k best; 0 or -1 is off.
+        min_p: drop tokens below min_p times the best probability, 0 to 1.
+        repetition_penalty: divide/multiply logits of seen tokens (prompt and output), 0 < r <= 10.
+        presence_penalty: subtract once per seen output token, -2 to 2.
+        frequency_penalty: subtract per occurrence in the output, -2 to 2.
+        seed: 64-bit seed; random if not given.
+        n: how many choices.
+        stop: strings that end the answer; they are not shown unless include_stop_str_in_output.
+        stop_token_ids: ids that end the answer, beside the model's end tokens.
+        include_stop_str_in_output: show the stop string that matched.
+        skip_special_tokens: leave special tokens out of the text.
+        bad_words: strings the model must not produce.
+        allowed_token_ids: sample only among these.
+        logit_bias: id -> -100..100, added to the logits.
+        ignore_eos: go on past the model's end tokens.
+        logprobs: number of alternatives per sampled token; 0 gives the sampled token alone.
+        prompt_logprobs: the same for prompt positions.
+        logprobs_mode: "raw" (of the model's own logits) or "processed" (after all of the above).
+        constraint: structured-output constraint, for backends that have it.
+        extra: options of samplers and logits processors from plugins, by plugin name.
+
+    Raises:
+        InvalidParameter: naming the field, its value and the allowed range.
+    """
+
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    n: int = 1
+    stop: Sequence[str] | str | None = None
+    stop_token_ids: Sequence[int] | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    bad_words: Sequence[str] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    logit_bias: Mapping[int, float] | None = None
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logprobs_mode: str | None = None
+    constraint: Any = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, check in _CHECKS.items():
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, check(name, value))
+        if self.min_tokens is not None and self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidParameter.of("min_tokens", self.min_tokens, f"0 to max_tokens ({self.max_tokens})")
+
+    def given(self) -> frozenset[str]:
+        """Return the names of the fields that differ from 'not given'."""
+        return frozenset(f.name for f in fields(self) if getattr(self, f.name) != _NEUTRAL[f.name])
+
+    def resolved(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        """Return a copy in which every numeric field has a value.
+
+        Args:
+            defaults: the model's generation_config values, by the names used here.
+        """
+        filled: dict[str, Any] = {}
+        for name, neutral in _FALLBACK.items():
+            if getattr(self, name) is None:
+                filled[name] = defaults.get(name, neutral)
+        return replace(self, **filled)
+
+    @property
+    def greedy(self) -> bool:
+        """Tell whether the most likely token is always taken."""
+        return self.temperature is not None and self.temperature < GREEDY_BELOW
+
+
+def _number(low: float, high: float, *, open_low: bool = False) -> Callable[[str, Any], float]:
+    def check(name: str, value: Any) -> float:  # noqa: ANN401 - user input of any type
+        sign = "<" if open_low else "<="
+        allowed = f"a number, {low:g} {sign} {name} <= {high:g}"
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise InvalidParameter.of(name, value, allowed)
+        too_low = value <= low if open_low else value < low
+        if not math.isfinite(value) or too_low or value > high:
+            raise InvalidParameter.of(name, value, allowed)
+        return float(value)
+
+    return check
+
+
+def _integer(low: int, high: int | None = None, *, advice: str = "") -> Callable[[str, Any], int]:
+    def check(name: str, value: Any) -> int:  # noqa: ANN401 - user input of any type
+        allowed = f"an integer, at least {low}" if high is None else f"an integer from {low} to {high}"
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise InvalidParameter.of(name, value, allowed, advice)
+        if value < low or (high is not None and value > high):
+            raise InvalidParameter.of(name, value, allowed, advice)
+        return int(value)
+
+    return check
+
+
+def _flag(name: str, value: Any) -> bool:  # noqa: ANN401 - user input of any type
+    if not isinstance(value, bool):
+        raise InvalidParameter.of(name, value, "true or false")
+    return value
+
+
+def _strings(limit: int) -> Callable[[str, Any], tuple[str, ...] | None]:
+    def check(name: str, value: Any) -> tuple[str, ...] | None:  # noqa: ANN401 - user input of any type
+        allowed = f"a string or up to {limit} strings of 1 to {MAX_STOP_CHARS} characters"
+        items = (value,) if isinstance(value, str) else value
+        if not isinstance(items, list | tuple) or len(items) > limit:
+            raise InvalidParameter.of(name, value, allowed)
+        for item in items:
+            if not isinstance(item, str) or not 1 <= len(item) <= MAX_STOP_CHARS:
+                raise InvalidParameter.of(name, item, allowed)
+        return tuple(items) or None
+
+    return check
+
+
+def _token_ids(name: str, value: Any) -> tuple[int, ...] | None:  # noqa: ANN401 - user input of any type
+    if not isinstance(value, list | tuple | set | frozenset) or len(value) > MAX_BIAS * 16:
+        raise InvalidParameter.of(name, value, "a list of token ids")
+    for item in value:
+        if isinstance(item, bool) or not isinstance(item, int) or item < 0:
+            raise InvalidParameter.of(name, item, "token ids: integers from 0")
+    return tuple(dict.fromkeys(value)) or None
+
+
+def _bias(name: str, value: Any) -> dict[int, float] | None:  # noqa: ANN401 - user input of any type
+    allowed = f"up to {MAX_BIAS} pairs of token id and a number from -100 to 100"
+    if not isinstance(value, Mapping) or len(value) > MAX_BIAS:
+        raise InvalidParameter.of(name, value, allowed)
+    for key, bias in value.items():
+        if isinstance(key, bool) or not isinstance(key, int) or key < 0:
+            raise InvalidParameter.of(name, key, allowed)
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
+            raise InvalidParameter.of(name, bias, allowed)
+    return {int(k): float(v) for k, v in value.items()} or None
+
+
+def _mode(name: str, value: Any) -> str:  # noqa: ANN401 - user input of any type
+    if value not in LOGPROBS_MODES:
+        raise InvalidParameter.of(name, value, " or ".join(LOGPROBS_MODES))
+    return str(value)
+
+
+def _mapping(name: str, value: Any) -> dict[str, Any]:  # noqa: ANN401 - user input of any type
+    if not isinstance(value, Mapping) or not all(isinstance(k, str) for k in value):
+        raise InvalidParameter.of(name, value, "a mapping from plugin name to its options")
+    return dict(value)
+
+
+_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "max_tokens": _integer(0),
+    "min_tokens": _integer(0),
+    "temperature": _number(0, 2),
+    "top_p": _number(0, 1, open_low=True),
+    "top_k": _integer(-1, advice="Use 0 or -1 to switch it off."),
+    "min_p": _number(0, 1),
+    "repetition_penalty": _number(0, 10, open_low=True),
+    "presence_penalty": _number(-2, 2),
+    "frequency_penalty": _number(-2, 2),
+    "seed": _integer(-(2**63), 2**64 - 1),
+    "n": _integer(1, MAX_N),
+    "stop": _strings(MAX_STOPS),
+    "stop_token_ids": _token_ids,
+    "include_stop_str_in_output": _flag,
+    "skip_special_tokens": _flag,
+    "bad_words": _strings(MAX_BAD_WORDS),
+    "allowed_token_ids": _token_ids,
+    "logit_bias": _bias,
+    "ignore_eos": _flag,
+    "logprobs": _integer(0, LOGPROBS_CEILING),
+    "prompt_logprobs": _integer(0, LOGPROBS_CEILING),
+    "logprobs_mode": _mode,
+    "extra": _mapping,
+}
+
+_FALLBACK: dict[str, Any] = {
+    "min_tokens": 0,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "logprobs_mode": "raw",
+}
+
+_NEUTRAL: dict[str, Any] = {
+    f.name: {} if f.name == "extra" else f.default for f in fields(SamplingParams)
+}
