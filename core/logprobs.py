@@ -1,0 +1,89 @@
+"""Logprobs as a user reads them: a list of dicts, backed by columns until somebody looks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, overload
+
+from slotline.plan import LogprobColumns
+
+if TYPE_CHECKING:
+    from slotline.text import Vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """One candidate at one position."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    text: str
+    bytes: bytes
+
+
+class Logprobs(Sequence["dict[int, float] | None"]):
+    """Log-probabilities of consecutive tokens; ``lp[i]`` is ``{token_id: value}``, the token itself first.
+
+    A position without values (the first of a prompt) reads as None. Ranks, spelling and bytes of
+    the candidates come from ``entries(i)``.
+    """
+
+    __slots__ = ("_vocabulary", "columns")
+
+    def __init__(self, columns: LogprobColumns, vocabulary: Vocabulary) -> None:
+        self.columns = columns
+        self._vocabulary = vocabulary
+
+    def __len__(self) -> int:
+        return len(self.columns)
+
+    @overload
+    def __getitem__(self, index: int) -> dict[int, float] | None: ...
+    @overload
+    def __getitem__(self, index: slice) -> Logprobs: ...
+    def __getitem__(self, index: int | slice) -> dict[int, float] | None | Logprobs:
+        if isinstance(index, slice):
+            start, stop, step = index.indices(len(self))
+            if step != 1:
+                raise ValueError(f"slice step is {step}; allowed: 1")
+            return Logprobs(self.columns.slice(start, max(start, stop)), self._vocabulary)
+        low, high = self._range(index)
+        if low == high:
+            return None
+        c = self.columns
+        return dict(zip(c.ids[low:high].tolist(), c.values[low:high].tolist(), strict=True))
+
+    def __iter__(self) -> Iterator[dict[int, float] | None]:
+        ids, values = self.columns.ids.tolist(), self.columns.values.tolist()
+        bounds = self.columns.indptr.tolist()
+        for low, high in zip(bounds, bounds[1:], strict=False):
+            yield dict(zip(ids[low:high], values[low:high], strict=True)) if high > low else None
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sequence):
+            return NotImplemented
+        return list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]  # a mutable-looking sequence, compared by value
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
+    def entries(self, index: int) -> list[TokenLogprob]:
+        """Return the candidates at one position with rank, spelling and true bytes."""
+        low, high = self._range(index)
+        c, v = self.columns, self._vocabulary
+        return [
+            TokenLogprob(i, value, rank, v.spell(i), v.bytes_of(i))
+            for i, value, rank in zip(
+                c.ids[low:high].tolist(), c.values[low:high].tolist(), c.ranks[low:high].tolist(), strict=True
+            )
+        ]
+
+    def _range(self, index: int) -> tuple[int, int]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"position {index} of {len(self)}")
+        index %= len(self)
+        return int(self.columns.indptr[index]), int(self.columns.indptr[index + 1])
