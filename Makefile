@@ -49,7 +49,7 @@ test: setup ## run the tests, without those that need a GPU or take minutes
 	@$(PY) -m pytest -q -m "not gpu and not long" $(ARGS)
 
 test-long: setup ## run the long tests
-	@$(PY) -m pytest -q -m "long and not gpu" --hypothesis-profile=long $(ARGS)
+	@$(PY) -m pytest -q -m long --hypothesis-profile=long $(ARGS)
 
 check: lint types layout ## lint, types, layout tests
 
@@ -75,7 +75,7 @@ bench: setup ## measure the microkernel alone, then the CPU engine beside transf
 	@$(PY) benchmarks/bench_cpu.py
 
 docs: $(DOCS) link ## build the documentation into site/
-	@$(PY) -m mkdocs build --strict
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
 
 link: ## lay .link/slotline, through which type checkers and editors see the package
 	@mkdir -p .link/slotline && cd .link/slotline && find -L . -type l -exec rm -f {} + && \
