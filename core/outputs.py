@@ -1,0 +1,104 @@
+"""What a committed step means for sequences: the columnar message from the core to its clients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+
+from slotline.errors import SlotlineError
+from slotline.plan import BoolArray, IntArray, LogprobColumns, LongArray, StepResult
+
+
+class Finish(IntEnum):
+    """How a sequence ends, as far as the core can tell."""
+
+    NO = 0
+    STOP = 1  # an end token or stop id
+    LENGTH = 2
+    NAN = 3  # no finite logits
+
+
+@dataclass(frozen=True, slots=True)
+class OutputBatch:
+    """One step's news, one entry per sequence that has any.
+
+    Attributes:
+        step_id: the step.
+        seq_ids: [K] whose news.
+        tokens: [K, T] sampled ids.
+        n_tokens: [K] how many are valid.
+        finish: [K] Finish values.
+        logprobs: one position per valid token, in order; None if nobody asked.
+        prompt_counts: [K] prompt positions per sequence; None if nobody asked.
+        prompt_logprobs: those positions, in order.
+        admitted: (seq_id, cached tokens) of sequences that got their first row.
+        errors: (seq_id, error) of sequences that ended with an error.
+        device_ms: time of the step on the device.
+    """
+
+    step_id: int
+    seq_ids: LongArray
+    tokens: IntArray
+    n_tokens: IntArray
+    finish: IntArray
+    logprobs: LogprobColumns | None = None
+    prompt_counts: IntArray | None = None
+    prompt_logprobs: LogprobColumns | None = None
+    admitted: tuple[tuple[int, int], ...] = ()
+    errors: tuple[tuple[int, SlotlineError], ...] = ()
+    device_ms: float = 0.0
+
+
+def collect_outputs(
+    result: StepResult, seq_ids: LongArray, live: BoolArray, finish: IntArray, admitted: tuple[tuple[int, int], ...]
+) -> OutputBatch:
+    """Keep what concerns live rows.
+
+    Args:
+        seq_ids: [R] occupant of each row of the step.
+        live: [R] whether it is still the one that the step was launched for.
+        finish: [R] Finish values.
+    """
+    keep = live
+    if result.prompt_counts is None:
+        keep = live & ((result.n_tokens > 0) | (finish > 0))
+    if keep.all():
+        return OutputBatch(
+            result.step_id, seq_ids, result.tokens, result.n_tokens, finish, result.logprobs,
+            result.prompt_counts, result.prompt_logprobs, admitted, (), result.device_ms,
+        )  # fmt: skip
+    counts = result.prompt_counts
+    return OutputBatch(
+        result.step_id,
+        seq_ids[keep],
+        result.tokens[keep],
+        result.n_tokens[keep],
+        finish[keep],
+        _select(result.logprobs, result.n_tokens, keep),
+        None if counts is None else counts[keep],
+        None if counts is None else _select(result.prompt_logprobs, counts, keep),
+        admitted,
+        (),
+        result.device_ms,
+    )
+
+
+def error_batch(errors: tuple[tuple[int, SlotlineError], ...]) -> OutputBatch:
+    """Return a message that carries nothing but errors."""
+    none = np.empty(0, np.int32)
+    return OutputBatch(0, np.empty(0, np.int64), np.empty((0, 1), np.int32), none, none, errors=errors)
+
+
+def _select(columns: LogprobColumns | None, counts: IntArray, keep: BoolArray) -> LogprobColumns | None:
+    """Return the positions of the rows that are kept."""
+    if columns is None:
+        return None
+    ends = np.cumsum(counts)
+    parts = [
+        columns.slice(int(end - n), int(end))
+        for end, n, kept in zip(ends.tolist(), counts.tolist(), keep.tolist(), strict=True)
+        if kept and n
+    ]
+    return LogprobColumns.concat(parts)
