@@ -1,0 +1,186 @@
+"""Messages to a prompt: the template, and the guard that keeps typed control tokens text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from slotline.errors import InvalidParameter
+from slotline.model import Message
+from slotline.plugins.models.messages import map_strings, normalise
+from slotline.plugins.models.sandbox import compile_template
+from slotline.plugins.models.tokenizer import ControlToken, FastTokenizer
+
+# Names a template gets from slotline; a request's own variables may not replace them.
+RESERVED = frozenset(
+    {
+        "messages",
+        "tools",
+        "add_generation_prompt",
+        "chat_template",
+        "bos_token",
+        "eos_token",
+        "raise_exception",
+        "strftime_now",
+    }
+)
+_PRIVATE_USE = range(0xE000, 0xF8FF)
+
+
+class TemplateChat:
+    """A `slotline.model.ChatFormat` from a Jinja template.
+
+    Args:
+        template: Jinja source.
+        where: where the source came from, for messages.
+        tokenizer: the model's.
+
+    Raises:
+        ConfigError: the template has a syntax error, with file and line.
+    """
+
+    def __init__(self, template: str, where: str, tokenizer: FastTokenizer) -> None:
+        self._run = compile_template(template, where)
+        self._knows_developer = "developer" in template
+        self._source = template
+        self._tokenizer = tokenizer
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any) -> str:  # noqa: ANN401
+        """Return the prompt text, as the model was trained to see it.
+
+        Args:
+            messages: OpenAI-shaped messages, at least one.
+            add_generation_prompt: end with the start of an answer.
+            variables: further template variables, such as ``enable_thinking``.
+
+        Raises:
+            ChatTemplateError: the template refuses the messages, with its own words.
+            InvalidParameter: a message or a variable is not allowed.
+        """
+        checked = _check_variables(variables)
+        return self._render(self._normalise(messages), add_generation_prompt, checked)
+
+    def encode(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any) -> list[int]:  # noqa: ANN401
+        """Return the prompt's ids; control tokens spelt in messages or variables stay text.
+
+        Otherwise they are the ids of the rendered text. No begin token is added: templates write their own. In
+        answers of the assistant, tokens that are not flagged special (``<think>``) stay what the template makes of them.
+
+        Raises:
+            ChatTemplateError: the template refuses the messages, with its own words.
+            InvalidParameter: a message or a variable is not allowed.
+        """
+        checked = _check_variables(variables)
+        plain = self._normalise(messages)
+        breaker = _Breaker(self._tokenizer, [self._source, *_strings([plain, checked])])
+        broken = [breaker.message(message) for message in plain]
+        text = self._render(broken, add_generation_prompt, map_strings(checked, breaker.all))
+        pieces = list(_split(text, self._tokenizer))
+        return self._tokenizer.encode_pieces([p.replace(breaker.mark, "") if isinstance(p, str) else p for p in pieces])
+
+    def _normalise(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        plain = normalise(messages)
+        if not self._knows_developer:
+            for message in plain:  # the newer name of the same role
+                message["role"] = "system" if message["role"] == "developer" else message["role"]
+        return plain
+
+    def _render(self, messages: list[dict[str, Any]], add_generation_prompt: bool, variables: Mapping[str, Any]) -> str:
+        special = self._tokenizer.special
+        return self._run(
+            {
+                **variables,
+                "messages": messages,
+                "tools": None,
+                "add_generation_prompt": add_generation_prompt,
+                "bos_token": special.bos,
+                "eos_token": special.eos,
+            }
+        )
+
+
+def _check_variables(variables: Mapping[str, Any]) -> Mapping[str, Any]:
+    for name in variables:
+        if name in RESERVED:
+            error = InvalidParameter.of(name, variables[name], "nothing: a request may not set it", "Leave it out.")
+            error.param = "chat_template_kwargs"
+            raise error
+    return variables
+
+
+class _Breaker:
+    """Breaks control tokens spelt in text with a mark that occurs nowhere else.
+
+    The template sees the mark inside such spellings only, so what it does with other text is untouched.
+
+    Args:
+        tokenizer: whose control tokens are broken.
+        texts: everything the template gets to see.
+    """
+
+    def __init__(self, tokenizer: FastTokenizer, texts: Sequence[str]) -> None:
+        self.mark = _unused_char(texts)
+        controls = tokenizer.controls.values()
+        self.all = self._breaking([token.spelling for token in controls])
+        self._special = self._breaking([token.spelling for token in controls if token.special])
+
+    def message(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return the message with broken strings, its role as it is."""
+        change = self._special if message["role"] == "assistant" else self.all
+        broken = {key: map_strings(value, change) for key, value in message.items()}
+        return {**broken, "role": message["role"]}
+
+    def _breaking(self, spellings: list[str]) -> Callable[[str], str]:
+        """Return a function that puts the mark behind the first character of each spelling.
+
+        A text that ends with a part of one gets the mark behind it, lest the next text completes it.
+        """
+        if not spellings:
+            return lambda text: text
+        inside = re.compile("|".join(f"(?<={re.escape(s[0])})(?={re.escape(s[1:])})" for s in spellings))
+        starts = {s[:n] for s in spellings for n in range(1, len(s))}
+        longest = max(map(len, spellings))
+
+        def change(text: str) -> str:
+            partial = any(text[-n:] in starts for n in range(1, min(longest, len(text) + 1)))
+            return inside.sub(self.mark, text) + (self.mark if partial else "")
+
+        return change
+
+
+def _unused_char(texts: Sequence[str]) -> str:
+    """Return a private-use character that no text holds."""
+    used = set().union(*texts)
+    free = next((chr(code) for code in _PRIVATE_USE if chr(code) not in used), None)
+    if free is None:
+        raise InvalidParameter(
+            "messages use every private-use character of Unicode (U+E000 to U+F8FE); leave one of them out",
+            param="messages",
+        )
+    return free
+
+
+def _strings(value: object) -> list[str]:
+    """Return every string within a JSON value, keys included."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, Mapping):
+        return [text for pair in value.items() for side in pair for text in _strings(side)]
+    if isinstance(value, list | tuple):
+        return [text for item in value for text in _strings(item)]
+    return []
+
+
+def _split(text: str, tokenizer: FastTokenizer) -> Iterator[str | ControlToken]:
+    """Cut rendered text at its control tokens, with the white space that some of them swallow."""
+    at, swallow = 0, False
+    for match in tokenizer.control_pattern.finditer(text):
+        token = tokenizer.controls[match.group()]
+        before = text[at : match.start()]
+        before = before.lstrip() if swallow else before
+        yield before.rstrip() if token.lstrip else before
+        yield token
+        at, swallow = match.end(), token.rstrip
+    rest = text[at:]
+    yield rest.lstrip() if swallow else rest

