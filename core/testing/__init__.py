@@ -1,0 +1,24 @@
+"""A test kit for packages that extend slotline, and its pytest plugin.
+
+In ``conftest.py``, so that failing assertions of the kit show their values::
+
+    pytest_plugins = ["slotline.testing"]
+
+and in a test file, the whole conformance suite in one line::
+
+    class TestReverse(BackendConformance, backend="reverse"): "All that slotline expects of a backend."
+
+The suite asks the backend for what it declares in its ``Capabilities`` and skips the rest. Further
+keywords on the class line are engine options; a backend that needs a model made first overrides
+the fixture ``model``.
+"""
+
+import pytest
+
+pytest.register_assert_rewrite(f"{__name__}.steps", f"{__name__}.step_suite", f"{__name__}.engine_suite")
+
+from slotline.testing.base import Conformance as Conformance  # noqa: E402 - after the line above
+from slotline.testing.step_suite import StepConformance as StepConformance  # noqa: E402
+from slotline.testing.steps import StepDriver as StepDriver  # noqa: E402
+from slotline.testing.steps import Work as Work  # noqa: E402
+from slotline.testing.steps import check_result as check_result  # noqa: E402
