@@ -1,0 +1,57 @@
+"""What goes where: answers to stdout and nothing else; progress, warnings and errors to stderr."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from slotline.request import Notice
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+# A terminal acts on these; a model must not move its cursor or retitle its window.
+_CONTROLS = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+
+@cache
+def stderr() -> Console:
+    """Return the console on stderr."""
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False)
+
+
+def say(text: str, style: str = "dim") -> None:
+    """Print a line for people on stderr."""
+    stderr().print(text, style=style, markup=False, soft_wrap=True)
+
+
+def warn(notices: Iterable[Notice]) -> None:
+    """Print warnings that came with an answer."""
+    for notice in notices:
+        say(f"warning: {notice.message}", "yellow")
+
+
+def status(text: str) -> AbstractContextManager[Any]:
+    """Show that something is going on, where stderr is a terminal."""
+    return stderr().status(text)
+
+
+def write(text: str) -> None:
+    """Write a piece of an answer to stdout at once."""
+    if sys.stdout.isatty():
+        text = text.translate(_CONTROLS)
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def make_stdout_safe() -> None:
+    """Let answers contain any character, whatever the locale says: UTF-8 into pipes, no error anywhere."""
+    out = sys.stdout
+    if isinstance(out, io.TextIOWrapper):
+        out.reconfigure(encoding=None if out.isatty() else "utf-8", errors="replace")

@@ -1,0 +1,59 @@
+"""An engine for a command that is not async: it runs on a thread, Ctrl-C stays with the main one."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+
+from slotline.apis.cli.console import status, warn
+from slotline.config import EngineConfig
+from slotline.engine import Engine, RequestHandle
+from slotline.params import SamplingParams
+from slotline.request import Output
+
+
+class Session:
+    """An open engine, called from the main thread."""
+
+    def __init__(self, portal: BlockingPortal, engine: Engine) -> None:
+        self.engine = engine
+        self._portal = portal
+
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Return the prompt of a conversation."""
+        return self._portal.call(self.engine.chat_prompt, list(messages))
+
+    def stream(self, prompt: str | list[int], params: SamplingParams) -> Iterator[str]:
+        """Yield the pieces of one answer; leaving the loop, by Ctrl-C as well, aborts it."""
+
+        async def submit() -> RequestHandle:
+            return await self.engine.submit([prompt], params)
+
+        handle = self._portal.call(submit)
+        warn(handle.warnings)
+        pieces = aiter(handle)
+        try:
+            while (output := self._portal.call(_next, pieces)) is not None:
+                yield output.text
+        finally:
+            self._portal.call(handle.abort)
+
+
+async def _next(pieces: AsyncIterator[Output]) -> Output | None:
+    return await anext(pieces, None)
+
+
+@contextmanager
+def open_session(config: EngineConfig) -> Iterator[Session]:
+    """Open an engine, showing that it loads."""
+    with start_blocking_portal("asyncio") as portal:
+        opening = portal.wrap_async_context_manager(Engine.open(config=config))
+        with status(f"loading {config.model}"):
+            engine = opening.__enter__()
+        try:
+            yield Session(portal, engine)
+        finally:
+            opening.__exit__(None, None, None)

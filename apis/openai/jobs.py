@@ -1,0 +1,215 @@
+"""From a body to what the engine is asked: prompts, sampling parameters, template options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from slotline.apis.openai.errors import ApiError
+from slotline.apis.openai.messages import normalise
+from slotline.apis.openai.models import ChatBody, CompletionBody, GenerationBody
+from slotline.errors import InvalidParameter, RequestError
+from slotline.params import SamplingParams
+
+Prompt = str | list[int] | list[dict[str, Any]]
+
+COMPLETION_TOKENS = 16  # max_tokens of /v1/completions where it is not given, as in OpenAI's API
+
+# Fields that mean the same in a body and in SamplingParams.
+_SAME = (
+    "allowed_token_ids",
+    "bad_words",
+    "extra",
+    "frequency_penalty",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "logprobs_mode",
+    "min_p",
+    "min_tokens",
+    "n",
+    "presence_penalty",
+    "prompt_logprobs",
+    "repetition_penalty",
+    "seed",
+    "skip_special_tokens",
+    "stop_token_ids",
+    "temperature",
+    "top_k",
+    "top_p",
+)
+
+# Arguments of a template that the server sets; a request may not replace them through kwargs.
+_RESERVED = frozenset({"add_generation_prompt", "chat_template", "continue_final_message", "messages", "tools"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One request, ready for the engine.
+
+    Attributes:
+        prompts: one or several; each is answered with ``params.n`` choices.
+        options: arguments of the chat template.
+        opening: how the assistant's message begins, where a request gives that and wants the rest.
+        echo: show the prompt before the answer.
+        echo_logprobs: the prompt's own logprobs were asked for through echo.
+    """
+
+    model: str
+    prompts: Sequence[Prompt]
+    params: SamplingParams
+    stream: bool
+    include_usage: bool
+    options: Mapping[str, Any] | None = None
+    opening: str | None = None
+    adapter: str | None = None
+    cache_salt: str | None = None
+    priority: int = 0
+    echo: bool = False
+    echo_logprobs: bool = False
+    renamed: Mapping[str, str] = field(default_factory=dict)
+
+
+def completion_job(body: CompletionBody) -> Job:
+    """Translate a body of /v1/completions."""
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise ApiError(400, f"best_of is {body.best_of}; allowed: the value of n", param="best_of")
+    max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    own: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": body.logprobs}
+    scored = bool(body.echo) and body.logprobs is not None
+    if scored and body.prompt_logprobs is None:
+        own["prompt_logprobs"] = body.logprobs
+    return _job(body, _prompts(body.prompt), own, echo=bool(body.echo), echo_logprobs=scored)
+
+
+def chat_job(body: ChatBody) -> Job:
+    """Translate a body of /v1/chat/completions."""
+    messages = normalise(body.messages)
+    options = _template_options(body)
+    opening = _take_opening(body, messages) if body.continue_final_message else None
+    own: dict[str, Any] = {"max_tokens": _chat_max_tokens(body)}
+    if body.logprobs:
+        own["logprobs"] = body.top_logprobs or 0
+    elif body.top_logprobs is not None:
+        raise ApiError(400, "top_logprobs is given; allowed: only with logprobs true", param="top_logprobs")
+    renamed = dict(body.renamed)
+    if body.max_completion_tokens is not None:
+        renamed["max_tokens"] = "max_completion_tokens"
+    return _job(body, [messages], own, options=options, opening=opening, renamed=renamed)
+
+
+def _job(
+    body: GenerationBody,
+    prompts: Sequence[Prompt],
+    own: dict[str, Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    opening: str | None = None,
+    echo: bool = False,
+    echo_logprobs: bool = False,
+    renamed: Mapping[str, str] | None = None,
+) -> Job:
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(400, "stream_options is given; allowed: only with stream true", param="stream_options")
+    names = body.renamed if renamed is None else renamed
+    return Job(
+        model=body.model,
+        prompts=prompts,
+        params=_sampling(body, own, names),
+        stream=bool(body.stream),
+        include_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
+        options=options,
+        opening=opening,
+        adapter=body.adapter,
+        cache_salt=body.cache_salt,
+        priority=body.priority or 0,
+        echo=echo,
+        echo_logprobs=echo_logprobs,
+        renamed=names,
+    )
+
+
+def _sampling(body: GenerationBody, own: dict[str, Any], renamed: Mapping[str, str]) -> SamplingParams:
+    given = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
+    given |= {name: value for name, value in own.items() if value is not None}
+    if body.stop is not None and body.stop is not False:  # LMDeploy v0.1 clients send "stop": false
+        given["stop"] = body.stop
+    if body.logit_bias is not None:
+        given["logit_bias"] = {_token_id(key): bias for key, bias in body.logit_bias.items()}
+    try:
+        return SamplingParams(**given)
+    except InvalidParameter as error:
+        field_name = renamed.get(error.param or "", error.param)
+        message = error.message.replace(str(error.param), str(field_name)) if field_name else error.message
+        raise InvalidParameter(message, param=field_name) from None
+
+
+def _token_id(key: str) -> int:
+    """Read a key of logit_bias; JSON has no other keys than strings."""
+    if not key.isascii() or not key.isdigit() or len(key) > 10:
+        raise InvalidParameter.of("logit_bias", key, 'token ids as keys, such as "198"')
+    return int(key)
+
+
+def _chat_max_tokens(body: ChatBody) -> int | None:
+    both = body.max_tokens is not None and body.max_completion_tokens is not None
+    if both and body.max_tokens != body.max_completion_tokens:
+        raise ApiError(
+            400,
+            f"max_completion_tokens is {body.max_completion_tokens} and max_tokens is {body.max_tokens}; "
+            "allowed: one of them, or the same value",
+            param="max_completion_tokens",
+        )
+    return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+
+
+def _template_options(body: ChatBody) -> dict[str, Any] | None:
+    options = dict(body.chat_template_kwargs or {})
+    for name in options:
+        if name in _RESERVED:
+            message = f"chat_template_kwargs has {name!r}; allowed: variables of the template other than that"
+            raise RequestError(message, param="chat_template_kwargs")
+    if body.add_generation_prompt is not None and not body.continue_final_message:
+        options["add_generation_prompt"] = body.add_generation_prompt
+    return options or None
+
+
+def _take_opening(body: ChatBody, messages: list[dict[str, Any]]) -> str:
+    """Take the assistant's last message, which is to be continued, off the others; return its text."""
+    allowed = None
+    if body.add_generation_prompt:
+        allowed = "without add_generation_prompt"
+    elif len(messages) < 2 or messages[-1]["role"] != "assistant":
+        allowed = "where the last of several messages is the assistant's"
+    if allowed is not None:
+        message = f"continue_final_message is true; allowed: only {allowed}"
+        raise RequestError(message, param="continue_final_message")
+    text: str = messages.pop()["content"]
+    return text
+
+
+def _prompts(prompt: str | list[Any]) -> list[Prompt]:
+    """Read the four forms of a prompt: text, texts, token ids, lists of token ids."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise InvalidParameter.of("prompt", prompt, "a text, token ids, or a list of these that is not empty")
+    kind = type(prompt[0])
+    if kind is int:
+        _all_of(prompt, int, "prompt", "token ids, or texts, not mixed")
+        return [prompt]
+    if kind is list:
+        _all_of(prompt, list, "prompt", "lists of token ids, not mixed with anything else")
+        for number, ids in enumerate(prompt):
+            _all_of(ids, int, f"prompt[{number}]", "token ids")
+        return list(prompt)
+    _all_of(prompt, str, "prompt", "texts, token ids, or lists of token ids, not mixed")
+    return list(prompt)
+
+
+def _all_of(items: list[Any], kind: type, where: str, allowed: str) -> None:
+    """Refuse a list with an item of another type; ``true`` is not the token 1."""
+    position = next((i for i, item in enumerate(items) if type(item) is not kind), None)
+    if position is not None:
+        error = InvalidParameter.of(f"{where}[{position}]", items[position], allowed)
+        raise InvalidParameter(error.message, param="prompt")
