@@ -1,0 +1,205 @@
+"""From logits to tokens, in one fixed order.
+
+allowed ids and grammar masks; bad words and min_tokens; logit_bias; repetition; frequency and
+presence; processors of plugins; temperature; min_p; top_k; top_p; the draw. Greedy rows take the
+best after the processors. Every stage costs the rows that use it, and a row's outcome does not
+depend on the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from slotline.plan import LongArray, MaskHandle
+from slotline.plugins.torch_backend.philox import uniforms
+from slotline.plugins.torch_backend.processing import Processors
+from slotline.plugins.torch_backend.ranking import keep_best, nucleus
+from slotline.plugins.torch_backend.rows import Row
+
+_DROPPED = float("-inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What came out for R rows.
+
+    Attributes:
+        tokens: [R]
+        valid: [R] false where a row had no finite logits, or nothing was allowed; its token means nothing.
+        scores: [R, V] the logits that the choice was made from; the temperature and what follows it are applied to
+            rows that are not greedy.
+    """
+
+    tokens: LongArray
+    valid: npt.NDArray[np.bool_]
+    scores: Tensor
+
+
+class Sampler:
+    """Choose one token for each row.
+
+    Args:
+        processors: logits processors of plugins.
+    """
+
+    def __init__(self, processors: Processors) -> None:
+        self._processors = processors
+
+    def sample(
+        self, logits: Tensor, rows: Sequence[Row], positions: LongArray, masks: MaskHandle | None = None
+    ) -> Sampled:
+        """Choose.
+
+        Args:
+            logits: [R, V] float32, changed in place.
+            rows: [R]
+            positions: [R] absolute position of the token that is sampled.
+            masks: allowed tokens by slot, waited for before anything else.
+        """
+        finite = logits.amax(-1).isfinite()  # a maximum passes NaN on, and is infinite if all or one is
+        if masks is not None:
+            _apply_masks(logits, rows, masks)
+        self._adjust(logits, rows, positions)
+        peaks, ids = logits.max(-1)  # the first of equals
+        tokens = ids.cpu().numpy().astype(np.int64)
+        valid = (finite & peaks.isfinite()).cpu().numpy()
+        drawing = np.flatnonzero(valid & np.array([not row.greedy for row in rows], bool))
+        if len(drawing):
+            self._draw_some(logits, rows, positions, drawing, tokens)
+        return Sampled(tokens, valid, logits)
+
+    def _adjust(self, logits: Tensor, rows: Sequence[Row], positions: LongArray) -> None:
+        """Apply everything that comes before the temperature."""
+        special = [(i, row) for i, row in enumerate(rows) if row.special]
+        if not special:
+            return
+        for i, row in special:
+            if row.allowed is not None:
+                _keep_only(logits[i], row.allowed)
+        forbidden = [(i, row.forbidden(int(positions[i]))) for i, row in special]
+        place = _Places(forbidden, logits.device)
+        if place:
+            logits[place.lines, place.ids] = _DROPPED
+        biased = [(i, row) for i, row in special if len(row.bias_ids)]
+        place = _Places([(i, row.bias_ids) for i, row in biased], logits.device)
+        if place:
+            bias = np.concatenate([row.bias for _, row in biased])
+            logits[place.lines, place.ids] += torch.from_numpy(bias).to(logits.device)
+        _penalise(logits, special)
+        self._processors.apply(logits, rows)
+
+    def _draw_some(
+        self, logits: Tensor, rows: Sequence[Row], positions: LongArray, drawing: LongArray, tokens: LongArray
+    ) -> None:
+        """Replace the tokens of rows that draw, and leave their scores in ``logits``."""
+        chosen = [rows[i] for i in drawing.tolist()]
+        whole = len(drawing) == len(rows)
+        select = torch.from_numpy(drawing).to(logits.device)
+        scores = logits if whole else logits[select]
+        scores /= _column([row.setup.params.temperature or 1.0 for row in chosen], scores)
+        _truncate(scores, chosen)
+        tokens[drawing] = _draw(scores, chosen, positions[drawing])
+        if not whole:
+            logits[select] = scores
+
+
+class _Places:
+    """Ids of several rows as one pair of index tensors."""
+
+    def __init__(self, parts: Sequence[tuple[int, LongArray]], device: torch.device) -> None:
+        sizes = np.array([len(ids) for _, ids in parts], np.int64)
+        lines = np.repeat(np.array([i for i, _ in parts], np.int64), sizes)
+        flat = np.concatenate([ids for _, ids in parts]) if parts else lines
+        self.lines = torch.from_numpy(lines).to(device)
+        self.ids = torch.from_numpy(flat).to(device)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+def _keep_only(line: Tensor, ids: LongArray) -> None:
+    index = torch.from_numpy(ids).to(line.device)
+    kept = line[index]
+    line.fill_(_DROPPED)
+    line[index] = kept
+
+
+def _apply_masks(logits: Tensor, rows: Sequence[Row], masks: MaskHandle) -> None:
+    """Drop what a grammar rules out: bit i of word w stands for id 32 w + i."""
+    slots, packed = masks.wait()
+    line_of = {row.setup.row: i for i, row in enumerate(rows)}
+    vocab = logits.shape[-1]
+    for slot, words in zip(slots.tolist(), packed, strict=True):
+        if slot in line_of:
+            bits = np.unpackbits(words.astype("<u4").view(np.uint8), bitorder="little")[:vocab]
+            logits[line_of[slot]].masked_fill_(torch.from_numpy(bits == 0).to(logits.device), _DROPPED)
+
+
+def _penalise(logits: Tensor, special: Iterable[tuple[int, Row]]) -> None:
+    """Apply repetition, then frequency and presence penalties."""
+    seen = [(i, row.seen) for i, row in special if row.seen is not None]
+    place = _Places([(i, s.ids) for i, s in seen], logits.device)
+    if not place:
+        return
+    sizes = [len(s.ids) for _, s in seen]
+
+    def spread(values: list[float]) -> Tensor:
+        return torch.from_numpy(np.repeat(np.array(values, np.float32), sizes)).to(logits.device)
+
+    counts = torch.from_numpy(np.concatenate([s.counts for _, s in seen])).to(logits.device)
+    values = logits[place.lines, place.ids]
+    repetition = spread([s.repetition for _, s in seen])
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    values -= spread([s.frequency for _, s in seen]) * counts
+    values -= spread([s.presence for _, s in seen]) * (counts > 0)
+    logits[place.lines, place.ids] = values
+
+
+def _truncate(scores: Tensor, rows: Sequence[Row]) -> None:
+    """Apply min_p, top_k and top_p to the rows that have them."""
+    if not any(row.truncates for row in rows):
+        return
+    lines = np.array([i for i, row in enumerate(rows) if row.truncates], np.int64)
+    params = [rows[i].setup.params for i in lines.tolist()]
+    whole = len(lines) == len(rows)
+    select = torch.from_numpy(lines).to(scores.device)
+    part = scores if whole else scores[select]
+    floor = np.array([p.min_p or 0.0 for p in params], np.float64)
+    if floor.any():
+        with np.errstate(divide="ignore"):
+            gap = torch.from_numpy(np.log(floor).astype(np.float32)).to(part.device)[:, None]
+        part.masked_fill_(part < part.amax(-1, keepdim=True) + gap, _DROPPED)
+    vocab = part.shape[-1]
+    top_k = np.array([min(k, vocab) if (k := p.top_k or 0) > 0 else vocab for p in params], np.int64)
+    top_p = np.array([1.0 if p.top_p is None else p.top_p for p in params], np.float64)
+    cut = np.flatnonzero((top_k < vocab) | (top_p < 1.0))
+    if len(cut):
+        index = torch.from_numpy(cut).to(part.device)
+        rest = part if len(cut) == len(part) else part[index]
+        keep_best(rest, *nucleus(rest, top_k[cut], top_p[cut]))
+        if rest is not part:
+            part[index] = rest
+    if not whole:
+        scores[select] = part
+
+
+def _draw(scores: Tensor, rows: Sequence[Row], positions: LongArray) -> LongArray:
+    """Draw by inverse distribution over the vocabulary in id order: one number per row decides."""
+    mass = torch.softmax(scores, -1).cumsum(-1, dtype=torch.float64)  # [R, V]
+    seeds = np.array([row.setup.seed for row in rows], np.uint64)
+    drawn = torch.from_numpy(uniforms(seeds, positions)).to(scores.device)[:, None]
+    total = mass[:, -1:]
+    # Rounding must not lift the product to the total: the id found there would be past the last candidate.
+    target = torch.minimum(drawn * total, torch.nextafter(total, torch.zeros_like(total)))
+    found: LongArray = torch.searchsorted(mass, target, right=True).squeeze(-1).cpu().numpy()
+    return found
+
+
+def _column(values: Sequence[float], like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=like.device)[:, None]
