@@ -27,20 +27,25 @@ def slotline_open_model(config: EngineConfig, manager: PluginManager) -> Model |
 
 @hookimpl
 def slotline_register_model_sources(register: Callable[[str, Any], None]) -> None:
-    """Register paths and wheels."""
+    """Register paths, wheels and the Hugging Face Hub, in the order they are asked."""
+    from slotline.plugins.models.hub import HubSource
     from slotline.plugins.models.pypi import PypiSource
     from slotline.plugins.models.sources import PathSource
 
     register("path", PathSource())
     register("pypi", PypiSource())
+    register("hf", HubSource())
 
 
 @hookimpl
 def slotline_register_formats(register: Callable[[str, Any], None]) -> None:
-    """Register GGUF."""
+    """Register safetensors, GGUF and pickles: where a folder has several, the first is opened."""
     from slotline.plugins.models.gguf_format import GGUFFormat
+    from slotline.plugins.models.hf_format import PickleFormat, SafetensorsFormat
 
+    register("safetensors", SafetensorsFormat())
     register("gguf", GGUFFormat())
+    register("pickle", PickleFormat())
 
 
 @hookimpl

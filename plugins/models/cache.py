@@ -62,7 +62,7 @@ def locked(folder: Path, key: str) -> Iterator[None]:
         file = (folder / f".{key}.lock").open("a+b")
     except OSError as error:
         raise DownloadError(
-            f"cannot write the model cache {folder}: {error.strerror}; set SLOTLINE_CACHE to a folder that you may write"
+            f"cannot write the model cache {folder}: {error.strerror}; set SLOTLINE_CACHE to one that you may write"
         ) from error
     with file:
         if sys.platform != "win32":

@@ -64,8 +64,8 @@ class TemplateChat:
     def encode(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any) -> list[int]:  # noqa: ANN401
         """Return the prompt's ids; control tokens spelt in messages or variables stay text.
 
-        Otherwise they are the ids of the rendered text. No begin token is added: templates write their own. In
-        answers of the assistant, tokens that are not flagged special (``<think>``) stay what the template makes of them.
+        Otherwise they are the ids of the rendered text. No begin token is added: templates write their own. In the
+        assistant's answers, tokens that are not flagged special (``<think>``) stay what the template makes of them.
 
         Raises:
             ChatTemplateError: the template refuses the messages, with its own words.

@@ -149,15 +149,15 @@ class Checkpoint:
             stored = self._store.tensors[stored_name]
             if stored.shape != shape:
                 raise CheckpointError(
-                    f"{stored.file}: tensor {stored_name} has shape {list(stored.shape)}, but the model's config asks for "
-                    f"{list(shape)}; config and weights are of different models, fetch both again"
+                    f"{stored.file}: tensor {stored_name} has shape {list(stored.shape)}, but the model's config asks "
+                    f"for {list(shape)}; config and weights are of different models, fetch both again"
                 )
         for stored_name, stored in self._store.tensors.items():
             if stored_name not in used and not self._may_skip(stored_name):
                 raise CheckpointError(
-                    f"{stored.file}: tensor {stored_name} is not part of architecture {self.config.architecture!r} as the "
-                    "config describes it; running without it would give wrong answers, so check that config and weights "
-                    "belong together"
+                    f"{stored.file}: tensor {stored_name} is not part of architecture {self.config.architecture!r} as "
+                    "the config describes it; running without it would give wrong answers, so check that config and "
+                    "weights belong together"
                 )
 
     def _file_name(self, canonical: str) -> str:

@@ -125,7 +125,8 @@ class GGUFFile:
             values = quants.dequantize(raw.reshape(math.prod(stored.shape[:-1]), -1), kind)
         except NotImplementedError as error:
             raise CheckpointError(
-                f"{self.where}: tensor {name} has type {stored.dtype}, which cannot be dequantised; take a Q4, Q5, Q6, Q8 or F16 file"
+                f"{self.where}: tensor {name} has type {stored.dtype}, which cannot be dequantised; "
+                "take a Q4, Q5, Q6, Q8 or F16 file"
             ) from error
         return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)).reshape(stored.shape)
 

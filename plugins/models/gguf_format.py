@@ -33,6 +33,14 @@ class GGUFFormat:
         """Return whether the path is a .gguf file or a folder with one."""
         return path.suffix == ".gguf" if path.is_file() else any(path.glob("*.gguf"))
 
+    def checkpoint(self, path: Path, config: EngineConfig, architectures: Mapping[str, Architecture]) -> Checkpoint:
+        """Open config and weights alone.
+
+        Raises:
+            CheckpointError: the file is damaged, not of a known architecture, or there are several.
+        """
+        return _checkpoint(GGUFFile(_only_file(path)), architectures)
+
     def open(self, path: Path, config: EngineConfig, architectures: Mapping[str, Architecture]) -> OpenedFiles:
         """Open the file and check its header.
 
@@ -41,15 +49,18 @@ class GGUFFormat:
             TokenizerError: its tokenizer is missing or unknown.
         """
         file = GGUFFile(_only_file(path))
-        arch_name = file.metadata.get("general.architecture")
-        arch = find_architecture(architectures, arch_name, kind="gguf", where=file.where)
-        decoder = arch.parse_gguf(Fields(file.metadata, file.where, f"{arch_name}."), file)
         return OpenedFiles(
-            checkpoint=Checkpoint(decoder, file, arch.gguf_tensors),
+            checkpoint=_checkpoint(file, architectures),
             tokenizer=tokenizer_from_gguf(file.metadata, file.where),
             template=_template(file),
             generation=_generation(file.metadata, file.where),
         )
+
+
+def _checkpoint(file: GGUFFile, architectures: Mapping[str, Architecture]) -> Checkpoint:
+    name = file.metadata.get("general.architecture")
+    arch = find_architecture(architectures, name, kind="gguf", where=file.where)
+    return Checkpoint(arch.parse_gguf(Fields(file.metadata, file.where, f"{name}."), file), file, arch.gguf_tensors)
 
 
 def _only_file(path: Path) -> Path:

@@ -36,6 +36,13 @@ class Format(Protocol):
     def recognises(self, path: Path) -> bool:
         """Return whether this file or folder is of the kind, by names alone."""
 
+    def checkpoint(self, path: Path, config: EngineConfig, architectures: Mapping[str, Architecture]) -> Checkpoint:
+        """Open config and weights alone.
+
+        Raises:
+            CheckpointError: something is missing, damaged or unknown.
+        """
+
     def open(self, path: Path, config: EngineConfig, architectures: Mapping[str, Architecture]) -> OpenedFiles:
         """Open it and check its headers.
 

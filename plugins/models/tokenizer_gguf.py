@@ -48,7 +48,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], where: str) -> FastTokenize
         tokenizer, add_bos = _sentencepiece(metadata, tokens, kinds, where), True
     else:
         raise TokenizerError(f"{where}: tokenizer.ggml.model {model!r} is not supported; known: gpt2, llama")
-    _add_tokens(tokenizer, tokens, kinds)
+    add_typed_tokens(tokenizer, tokens, kinds)
     return FastTokenizer(tokenizer, _special(metadata, tokens, where, add_bos))
 
 
@@ -138,17 +138,15 @@ def _merges_from_scores(vocab: Mapping[str, int], scores: list[float]) -> list[t
     return [(left, right) for *_, left, right in ranked]
 
 
-def _add_tokens(tokenizer: Tokenizer, tokens: list[str], kinds: list[int]) -> None:
-    special = [
-        AddedToken(t, normalized=False, special=True)
-        for t, k in zip(tokens, kinds, strict=True)
-        if k in (_UNKNOWN, _CONTROL)
-    ]
-    plain = [
-        AddedToken(t, normalized=False, special=False) for t, k in zip(tokens, kinds, strict=True) if k == _USER_DEFINED
-    ]
-    tokenizer.add_special_tokens(special)
-    tokenizer.add_tokens(plain)
+def add_typed_tokens(tokenizer: Tokenizer, tokens: list[str], kinds: list[int]) -> None:
+    """Mark control and user-defined tokens by their SentencePiece types, which GGUF shares."""
+
+    def of(*wanted: int, special: bool) -> list[AddedToken]:
+        texts = (text for text, kind in zip(tokens, kinds, strict=True) if kind in wanted)
+        return [AddedToken(text, normalized=False, special=special) for text in texts]
+
+    tokenizer.add_special_tokens(of(_UNKNOWN, _CONTROL, special=True))
+    tokenizer.add_tokens(of(_USER_DEFINED, special=False))
 
 
 def _special(metadata: Mapping[str, Any], tokens: list[str], where: str, add_bos: bool) -> SpecialTokens:
