@@ -5,6 +5,38 @@ __version__ = "0.1.0"
 if __name__ != "slotline":
     raise ImportError("this folder is the root of the package slotline: install it and `import slotline`")
 
-from slotline.config import EngineConfig as EngineConfig
-from slotline.errors import SlotlineError as SlotlineError
-from slotline.params import SamplingParams as SamplingParams
+from slotline.backend import Backend, BackendEntry, BackendInfo, Capabilities
+from slotline.config import EngineConfig
+from slotline.engine import Engine, Health, Score
+from slotline.errors import SlotlineError
+from slotline.handle import RequestHandle
+from slotline.hookspecs import hookimpl
+from slotline.logprobs import Logprobs
+from slotline.offline import Pipeline, SlotlineWarning, pipeline
+from slotline.params import SamplingParams
+from slotline.request import Completion, Notice, Output, Usage
+from slotline.stats import EngineStats
+
+__all__ = [
+    "Backend",
+    "BackendEntry",
+    "BackendInfo",
+    "Capabilities",
+    "Completion",
+    "Engine",
+    "EngineConfig",
+    "EngineStats",
+    "Health",
+    "Logprobs",
+    "Notice",
+    "Output",
+    "Pipeline",
+    "RequestHandle",
+    "SamplingParams",
+    "Score",
+    "SlotlineError",
+    "SlotlineWarning",
+    "Usage",
+    "hookimpl",
+    "pipeline",
+]

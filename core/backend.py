@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 SOFT_PARAMS = frozenset(
     {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed"}
 )
-HARD_PARAMS = frozenset(
-    {"stop_token_ids", "min_tokens", "logit_bias", "bad_words", "allowed_token_ids", "ignore_eos"}
-)
+HARD_PARAMS = frozenset({"stop_token_ids", "min_tokens", "logit_bias", "bad_words", "allowed_token_ids", "ignore_eos"})
 ALL_PARAMS = SOFT_PARAMS | HARD_PARAMS
 
 
@@ -69,6 +67,7 @@ class BackendInfo:
         max_model_len: longest sequence, prompt and output, in tokens.
         vocab_size: width of the logits.
         memory_report: bytes by use, for people.
+        batch_tokens: tokens to compute in one step where max_batch_tokens is not given.
     """
 
     num_blocks: int
@@ -77,6 +76,7 @@ class BackendInfo:
     max_model_len: int
     vocab_size: int
     memory_report: dict[str, int] = field(default_factory=dict)
+    batch_tokens: int = 8192
 
 
 class StepHandle(Protocol):

@@ -39,7 +39,9 @@ class EngineConfig:
     kv_cache_tokens: int | None = option(None, "size of the KV cache in tokens")
     kv_cache_fraction: float | None = option(None, "size of the KV cache as a share of free device memory")
     block_size: int | None = option(None, "tokens in a KV block; the backend's default if not given")
-    max_batch_tokens: int | None = option(None, "tokens computed in one step; 8192 on a GPU, 512 on a CPU")
+    max_batch_tokens: int | None = option(
+        None, "tokens computed in one step; the backend's default if not given (8192 on a GPU, 512 on a CPU)"
+    )
     max_queue: int = option(1024, "sequences that may wait beyond those in slots")
     max_queued_tokens: int | None = option(None, "prompt tokens that may wait; no limit if not given")
     max_queue_per_client: int | None = option(None, "sequences one client may have waiting or running")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, overload
 
 from slotline.plan import LogprobColumns
@@ -43,7 +44,7 @@ class Logprobs(Sequence["dict[int, float] | None"]):
     def __getitem__(self, index: int) -> dict[int, float] | None: ...
     @overload
     def __getitem__(self, index: slice) -> Logprobs: ...
-    def __getitem__(self, index: int | slice) -> dict[int, float] | None | Logprobs:
+    def __getitem__(self, index: int | slice) -> dict[int, float] | Logprobs | None:
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))
             if step != 1:
@@ -58,7 +59,7 @@ class Logprobs(Sequence["dict[int, float] | None"]):
     def __iter__(self) -> Iterator[dict[int, float] | None]:
         ids, values = self.columns.ids.tolist(), self.columns.values.tolist()
         bounds = self.columns.indptr.tolist()
-        for low, high in zip(bounds, bounds[1:], strict=False):
+        for low, high in pairwise(bounds):
             yield dict(zip(ids[low:high], values[low:high], strict=True)) if high > low else None
 
     def __eq__(self, other: object) -> bool:

@@ -34,7 +34,15 @@ TRACE_VARIABLE = "SLOTLINE_TRACE_HOOKS"
 
 # Each registers through the same hooks as an outside package. Importing one must stay cheap: no
 # torch, no web framework until something of it is used.
-BUILTINS: tuple[str, ...] = ()
+BUILTINS: tuple[str, ...] = (
+    "slotline.plugins.echo",
+    "slotline.plugins.torch_backend",
+    "slotline.plugins.models",
+    "slotline.plugins.processors",
+    "slotline.plugins.prometheus",
+    "slotline.apis.openai",
+    "slotline.apis.cli",
+)
 
 KINDS = (
     "backends",

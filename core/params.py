@@ -228,6 +228,4 @@ _FALLBACK: dict[str, Any] = {
     "logprobs_mode": "raw",
 }
 
-_NEUTRAL: dict[str, Any] = {
-    f.name: {} if f.name == "extra" else f.default for f in fields(SamplingParams)
-}
+_NEUTRAL: dict[str, Any] = {f.name: {} if f.name == "extra" else f.default for f in fields(SamplingParams)}

@@ -10,10 +10,8 @@ from slotline.plan import IntArray
 
 if TYPE_CHECKING:
     from slotline.logprobs import Logprobs
-    from slotline.model import Message
     from slotline.params import SamplingParams
 
-Prompt = "str | Sequence[int] | Sequence[Message]"
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
@@ -54,7 +52,7 @@ class SequenceRequest:
         bad_words: token sequences.
         priority: lower runs first.
         client: whose share of the queue it takes.
-        deadline: monotonic time by which it must be finished.
+        deadline: seconds from submission by which it must be finished.
         cache_salt: part of the prefix-cache identity.
         adapter: 0 is none.
         logprobs, prompt_logprobs: widths after the capability check; None if not wanted.
@@ -93,7 +91,7 @@ class Output:
         logprobs: one entry per new id, or None.
         finish_reason: set on the last piece of a choice.
         stop_reason: the string or id that matched; None for the model's end token.
-        prompt_logprobs: on the first piece, if asked for; its first entry is None.
+        prompt_logprobs: new prompt positions, if asked for; the first of all is None.
     """
 
     index: int

@@ -1,0 +1,412 @@
+"""Engine: open a model on a backend, and ask it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, TypeVar, cast
+
+import anyio
+import anyio.to_thread
+
+from slotline.backend import BackendInfo, Capabilities
+from slotline.client import LocalClient
+from slotline.config import EngineConfig
+from slotline.errors import (
+    ChatTemplateError,
+    ConfigError,
+    EngineClosed,
+    InvalidParameter,
+    RequestAborted,
+    UnsupportedParameter,
+)
+from slotline.handle import RequestHandle
+from slotline.intake import Intake
+from slotline.loading import Loaded, load
+from slotline.loop import EngineCore
+from slotline.mailbox import Choice
+from slotline.manager import PluginManager
+from slotline.model import Message, Model
+from slotline.output import OutputProcessor
+from slotline.params import SamplingParams
+from slotline.request import Completion, Output, RequestEvent
+from slotline.stats import EngineStats, RequestStats
+from slotline.text import Stops, TextStream, Vocabulary
+
+T = TypeVar("T")
+Prompt = str | Sequence[int] | Sequence[Message]
+
+LONG_PROMPT = 4096  # characters; longer texts are encoded off the event loop
+WORKERS = 2  # threads for templates and long prompts
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """Whether the engine can answer, and if not, why."""
+
+    status: Literal["ok", "loading", "unhealthy", "wedged", "closed"]
+    detail: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Tell whether requests can be answered."""
+        return self.status == "ok"
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How likely a text is under the model.
+
+    Attributes:
+        token_ids: of the text.
+        logprobs: natural log-probability of each token given those before; None for the first.
+        total: their sum.
+        perplexity: exp(-total / number of scored tokens).
+    """
+
+    token_ids: list[int]
+    logprobs: list[float | None]
+    total: float
+    perplexity: float
+
+
+class Engine:
+    """A model on a backend, ready to answer many requests at once.
+
+    Open it with ``async with Engine.open(...) as engine`` and leave it in the same task.
+
+    Attributes:
+        config, model, capabilities, info, manager, vocabulary: what it was opened with.
+        max_model_len: longest sequence that can run, prompt and answer.
+    """
+
+    def __init__(self, loaded: Loaded, core: EngineCore) -> None:
+        self.config = loaded.config
+        self.model: Model = loaded.model
+        self.manager: PluginManager = loaded.manager
+        self.capabilities: Capabilities = loaded.backend.capabilities
+        self.info: BackendInfo = loaded.info
+        self.max_model_len = core.scheduler.longest
+        self.vocabulary = Vocabulary(self.model.tokenizer)
+        self._core = core
+        self._client = LocalClient(core)
+        self._intake = Intake(self.config, self.model, self.capabilities, self.max_model_len, loaded.info.vocab_size)
+        self._stats = RequestStats()
+        self._processor = OutputProcessor(self._client.abort, self._first_token, self._finish)
+        self._handles: dict[str, RequestHandle] = {}
+        self._observed = bool(self.manager.hook.slotline_observe_request.get_hookimpls())
+        self._workers = anyio.CapacityLimiter(WORKERS)
+        self._next_seq = 0
+        self._next_request = 0
+        self._opened = time.monotonic()
+        self._closed = False
+
+    # --- open and close ---------------------------------------------------------------
+
+    @classmethod
+    @asynccontextmanager
+    async def open(
+        cls,
+        model: str | None = None,
+        /,
+        *,
+        config: EngineConfig | None = None,
+        **options: Any,  # noqa: ANN401
+    ) -> AsyncIterator[Engine]:
+        """Open a model and yield an engine; EngineConfig fields are keywords.
+
+        Raises:
+            ConfigError, PluginError, ModelError: with one sentence that says what to do.
+        """
+        if config is None:
+            config = EngineConfig.of(model, **options)
+        elif model is not None or options:
+            raise ConfigError("give either config or model and options, not both")
+        thread = ThreadPoolExecutor(1, thread_name_prefix="slotline-backend")
+        try:
+            loaded, reload = await load(config, thread)
+            engine = cls(loaded, EngineCore(loaded.config, loaded.backend, loaded.info, thread, reload))
+            async with anyio.create_task_group() as group:
+                group.start_soon(engine._core.run)
+                group.start_soon(engine._pump)
+                try:
+                    yield engine
+                finally:
+                    group.cancel_scope.cancel()
+                    await engine._close()
+        finally:
+            thread.shutdown(wait=False)
+
+    async def _pump(self) -> None:
+        """Bring the core's news to the mailboxes."""
+        while True:
+            self._processor.process(await self._client.next_outputs())
+
+    async def _close(self) -> None:
+        self._closed = True
+        with anyio.CancelScope(shield=True):
+            await self._core.close()
+        self._processor.close(EngineClosed("the engine was closed"))
+
+    # --- ask --------------------------------------------------------------------------
+
+    async def submit(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        client: str | None = None,
+        deadline: float | None = None,
+        cache_salt: str | None = None,
+        adapter: str | None = None,
+        chat_options: Mapping[str, Any] | None = None,
+    ) -> RequestHandle:
+        """Check, encode and queue prompts; all of them and all their choices come in, or none.
+
+        Args:
+            prompts: each a text, a list of token ids, or a list of chat messages.
+            params: for all of them.
+            request_id: unique while it lives; made up if not given.
+            priority: lower runs first.
+            client: whose share of the queue this takes.
+            deadline: seconds within which it must finish.
+            cache_salt: requests with another salt do not share cached prefixes with it.
+            adapter: name of an adapter, for backends that have them.
+            chat_options: for chat messages, such as add_generation_prompt.
+
+        Raises:
+            RequestError: naming the field at fault.
+            OverloadError: the queue is full.
+            EngineError: the engine cannot run.
+        """
+        self._check_open()
+        params = params or SamplingParams()
+        if adapter is not None:
+            raise UnsupportedParameter("adapter is not supported by this backend; leave it out", param="adapter")
+        if deadline is not None and not deadline > 0:
+            raise InvalidParameter.of("deadline", deadline, "seconds, more than 0")
+        request_id = self._new_id(request_id)
+        resolved = self._intake.resolve(params)
+        token_ids = [await self._encode_prompt(prompt, chat_options) for prompt in _prompt_list(prompts)]
+        common = {"priority": priority, "client": client, "deadline": deadline, "cache_salt": cache_salt}
+        sequences = self._intake.sequences(self._next_seq, token_ids, resolved, **common)
+        self._next_seq += len(sequences)
+        handle = RequestHandle(request_id, resolved.params, token_ids, self.vocabulary, resolved.notices, client)
+        handle.attach(self._choices(handle, sequences), self._abort_handle)
+        self._processor.register(handle)
+        self._handles[request_id] = handle
+        try:
+            await self._client.submit(sequences)
+        except BaseException:
+            self._processor.forget(handle)
+            del self._handles[request_id]
+            raise
+        self._stats.started(handle.usage.prompt_tokens)
+        self._observe("admitted", handle)
+        return handle
+
+    async def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
+    ) -> AsyncIterator[Output]:
+        """Yield pieces of the answer as they come; options as for ``submit``."""
+        handle = await self.submit([prompt], params, **options)
+        pieces = handle.pieces()
+        try:
+            async for outputs in pieces:
+                for output in outputs:
+                    yield output
+        finally:
+            if not handle.finished:
+                handle.abort()
+
+    async def generate(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Completion:  # noqa: ANN401
+        """Return the whole answer; options as for ``submit``."""
+        handle = await self.submit([prompt], params, **options)
+        return (await handle.completions())[0]
+
+    async def score(self, prompts: Sequence[Prompt], **options: Any) -> list[Score]:  # noqa: ANN401
+        """Return how likely each text is, without generating anything.
+
+        Raises:
+            UnsupportedParameter: the backend has no prompt_logprobs.
+        """
+        if not self.capabilities.prompt_logprobs:
+            raise UnsupportedParameter(
+                "this backend has no prompt_logprobs, so it cannot score", param="prompt_logprobs"
+            )
+        params = SamplingParams(max_tokens=0, prompt_logprobs=0, temperature=0)
+        handle = await self.submit(prompts, params, **options)
+        return [_score(completion) for completion in await handle.completions()]
+
+    def abort(self, request_id: str) -> bool:
+        """End a request now; False if it is not running."""
+        handle = self._handles.get(request_id)
+        if handle is None:
+            return False
+        handle.abort()
+        return True
+
+    # --- text -------------------------------------------------------------------------
+
+    def encode(self, text: str, *, parse_special: bool = True, add_special: bool = True) -> list[int]:
+        """Return the token ids of a text."""
+        return self.model.tokenizer.encode(text, parse_special=parse_special, add_special=add_special)
+
+    def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of token ids."""
+        return self.vocabulary.decode(token_ids, skip_special_tokens)
+
+    async def chat_prompt(self, messages: Sequence[Message], **options: Any) -> list[int]:  # noqa: ANN401
+        """Return the token ids of chat messages under the model's template.
+
+        Raises:
+            ChatTemplateError: there is no template, or it refuses the messages.
+        """
+        chat = self.model.chat
+        if chat is None:
+            raise ChatTemplateError(
+                f"model {self.model.name!r} has no chat template; give one with chat_template, or send plain prompts",
+                param="messages",
+            )
+        return await self._in_worker(lambda: chat.encode(messages, **options))
+
+    # --- look -------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        """Return a snapshot of all counters."""
+        return EngineStats(
+            **asdict(self._core.stats()),
+            uptime=time.monotonic() - self._opened,
+            requests_finished=dict(self._stats.finished),
+            prompt_tokens=self._stats.prompt_tokens,
+            completion_tokens=self._stats.completion_tokens,
+            histograms=self._stats.snapshots(),
+        )
+
+    def health(self) -> Health:
+        """Tell whether the engine can answer."""
+        if self._closed:
+            return Health("closed", "the engine was closed")
+        if self._core.error is not None:
+            return Health("unhealthy", self._core.error.message)
+        if self._core.wedged:
+            return Health("wedged", "a step has given no result for a long time")
+        return Health("ok")
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if slots, blocks and queue do not agree; for tests."""
+        self._core.scheduler.check_integrity()
+
+    # --- inside -----------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineClosed("the engine was closed; open a new one")
+        if self._core.error is not None:
+            raise self._core.error
+
+    def _new_id(self, request_id: str | None) -> str:
+        if request_id is None:
+            self._next_request += 1
+            return f"req-{self._next_request}"
+        if request_id in self._handles:
+            raise InvalidParameter.of("request_id", request_id, "an id that no running request has")
+        return request_id
+
+    async def _encode_prompt(self, prompt: Prompt, chat_options: Mapping[str, Any] | None) -> list[int]:
+        if isinstance(prompt, str):
+            if len(prompt) <= LONG_PROMPT:
+                return self.encode(prompt)
+            text = prompt
+            return await self._in_worker(lambda: self.encode(text))
+        items = list(prompt)
+        if items and isinstance(items[0], Mapping):
+            return await self.chat_prompt(cast("list[Message]", items), **(chat_options or {}))
+        for item in items:
+            if isinstance(item, bool) or not isinstance(item, int):
+                raise InvalidParameter.of("prompt", item, "a text, a list of token ids, or a list of chat messages")
+        return cast("list[int]", items)
+
+    async def _in_worker(self, function: Callable[[], T]) -> T:
+        return await anyio.to_thread.run_sync(function, limiter=self._workers)
+
+    def _choices(self, handle: RequestHandle, sequences: Sequence[Any]) -> list[Choice]:
+        params = handle.params
+        stops = Stops(params.stop or ())
+        choices = []
+        for number, sequence in enumerate(sequences):
+            stream = TextStream(
+                self.vocabulary,
+                stops,
+                include_stop=params.include_stop_str_in_output,
+                skip_special=params.skip_special_tokens,
+                min_tokens=params.min_tokens or 0,
+            )
+            prompt_index, index = divmod(number, params.n)
+            choice = Choice(handle.box, stream, seq_id=sequence.seq_id, index=index, prompt_index=prompt_index)
+            choice.wants_logprobs = sequence.logprobs is not None
+            if sequence.prompt_logprobs is not None:
+                choice.expect_prompt_logprobs()
+            choices.append(choice)
+        return choices
+
+    def _abort_handle(self, handle: RequestHandle) -> None:
+        live = self._processor.forget(handle)
+        if not live:
+            return
+        self._client.abort(live)
+        for choice in handle.choices:
+            if not choice.done:
+                choice.done, choice.finish_reason = True, "abort"
+                self._finish(handle, choice)
+        handle.error = RequestAborted(f"request {handle.request_id} was aborted")
+        handle.box.fail(handle.error)
+
+    def _first_token(self, handle: RequestHandle, now: float) -> None:
+        self._stats.first_token(now - handle.started)
+        self._observe("first_token", handle)
+
+    def _finish(self, handle: RequestHandle, choice: Choice) -> None:
+        now = time.monotonic()
+        reason = choice.finish_reason or "error"
+        self._stats.ended(reason, choice.total, now - handle.started, now - (choice.first_time or now))
+        if handle.finished:
+            self._handles.pop(handle.request_id, None)
+            self._observe("finished", handle)
+
+    def _observe(self, kind: Literal["admitted", "first_token", "finished"], handle: RequestHandle) -> None:
+        if not self._observed:
+            return
+        usage = handle.usage
+        event = RequestEvent(
+            kind=kind,
+            request_id=handle.request_id,
+            client=handle.client,
+            time=time.monotonic(),
+            prompt_tokens=usage.prompt_tokens,
+            completion_tokens=usage.completion_tokens,
+            finish_reason=handle.choices[0].finish_reason,
+            error=handle.error,
+        )
+        self.manager.hook.slotline_observe_request(event=event)
+
+
+def _prompt_list(prompts: Sequence[Prompt]) -> Sequence[Prompt]:
+    if isinstance(prompts, str) or not prompts:
+        raise InvalidParameter.of("prompt", prompts, "a list of prompts, at least one")
+    return prompts
+
+
+def _score(completion: Completion) -> Score:
+    values: list[float | None] = []
+    for token_id, row in zip(completion.prompt_token_ids, completion.prompt_logprobs or (), strict=True):
+        values.append(None if row is None else row[token_id])
+    scored = [v for v in values if v is not None]
+    total = sum(scored)
+    perplexity = float("nan") if not scored else float(2.718281828459045 ** (-total / len(scored)))
+    return Score(completion.prompt_token_ids, values, total, perplexity)

@@ -1,0 +1,274 @@
+"""The engine core: one loop that launches steps ahead, takes in results, and posts the news.
+
+It runs on the event loop it was opened on; the backend runs on one thread of its own. With a
+pipeline depth of 2, step N + 1 is launched before the result of step N is there, and N + 2
+before anybody reads what N said.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeVar
+
+from slotline.backend import Backend, BackendInfo, StepHandle
+from slotline.blocks import BlockPool
+from slotline.errors import DeadlineExceeded, EngineClosed, EngineUnhealthy, SlotlineError, StepFailed
+from slotline.outputs import OutputBatch, error_batch
+from slotline.plan import StepPlan, StepResult
+from slotline.queue import RequestQueue
+from slotline.request import SequenceRequest
+from slotline.scheduler import Scheduler
+from slotline.stats import CoreStats
+
+if TYPE_CHECKING:
+    from slotline.config import EngineConfig
+
+T = TypeVar("T")
+
+log = logging.getLogger("slotline")
+
+WEDGED_AFTER = 120.0  # seconds without a result while a step is in flight
+
+
+class EngineCore:
+    """Own the scheduler and the backend thread; speak in sequences and columns.
+
+    Args:
+        config: the engine's options.
+        backend: loaded, on ``thread``.
+        info: what loading said.
+        thread: the one thread the backend runs on.
+        reload: makes and loads a new backend; runs on the thread.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        backend: Backend,
+        info: BackendInfo,
+        thread: ThreadPoolExecutor,
+        reload: Callable[[], Backend],
+    ) -> None:
+        self.backend = backend
+        self.info = info
+        self.depth = config.pipeline_depth or backend.capabilities.pipeline_depth
+        pool = BlockPool(info.num_blocks, info.block_size, prefix_caching=config.prefix_caching)
+        queue = RequestQueue(
+            config.max_slots + config.max_queue,
+            max_tokens=config.max_queued_tokens,
+            max_per_client=config.max_queue_per_client,
+            max_bypass=config.max_bypass,
+        )
+        budget = config.max_batch_tokens or info.batch_tokens
+        self.scheduler = Scheduler(config.max_slots, info.max_model_len, budget, pool, queue)
+        self.error: SlotlineError | None = None
+        self.restarts = 0
+        self.step_seconds = 0.0
+        self.host_seconds = 0.0
+        self._thread = thread
+        self._reload = reload
+        self._launched: deque[tuple[Future[StepHandle], float]] = deque()
+        self._wake = asyncio.Event()
+        self._outbox: deque[OutputBatch] = deque()
+        self._news = asyncio.Event()
+        self._timers: dict[int, asyncio.TimerHandle] = {}
+        self._last_progress = time.monotonic()
+        self._failed_before = False  # the step before failed too
+
+    # --- for clients ------------------------------------------------------------------
+
+    def submit(self, requests: Sequence[SequenceRequest]) -> None:
+        """Take in sequences, all or none.
+
+        Raises:
+            OverloadError: the caps are reached.
+            EngineError: the engine cannot run.
+        """
+        if self.error is not None:
+            raise self.error
+        self.scheduler.add(requests)
+        for request in requests:
+            if request.deadline is not None:
+                timer = asyncio.get_running_loop().call_later(request.deadline, self._expire, request.seq_id)
+                self._timers[request.seq_id] = timer
+        self._wake.set()
+
+    def abort(self, seq_ids: Sequence[int]) -> None:
+        """End sequences wherever they are; unknown ones are none of its business."""
+        for seq_id in seq_ids:
+            self._forget_deadline(seq_id)
+            if self.scheduler.abort(seq_id):
+                self._wake.set()
+
+    async def next_outputs(self) -> OutputBatch:
+        """Wait for and return the next news."""
+        while not self._outbox:
+            self._news.clear()
+            await self._news.wait()
+        return self._outbox.popleft()
+
+    def stats(self) -> CoreStats:
+        """Return the counters."""
+        s, blocks = self.scheduler, self.scheduler.pool.counts()
+        return CoreStats(
+            running=len(s.running),
+            waiting=len(s.queue),
+            max_slots=s.rows.slots.max_slots,
+            total_blocks=blocks.total,
+            free_blocks=blocks.free,
+            active_blocks=blocks.active,
+            cached_blocks=blocks.cached,
+            steps=s.counts.steps,
+            scheduled_tokens=s.counts.scheduled_tokens,
+            generated_tokens=s.counts.generated_tokens,
+            preemptions=s.counts.preemptions,
+            prefix_queries=s.counts.prefix_queried_tokens,
+            prefix_hits=s.counts.prefix_hit_tokens,
+            step_seconds=self.step_seconds,
+            host_seconds=self.host_seconds,
+            restarts=self.restarts,
+        )
+
+    @property
+    def wedged(self) -> bool:
+        """Tell whether a launched step has given no result for too long."""
+        return bool(self._launched) and time.monotonic() - self._last_progress > WEDGED_AFTER
+
+    # --- the loop ---------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Run until cancelled. Whatever goes wrong ends requests with a typed error, never the host."""
+        try:
+            while self.error is None:
+                self._launch_ahead()
+                if not self._launched:
+                    await self._rest()
+                    continue
+                launched, since = self._launched[0]
+                try:
+                    result = await self._on_thread(_fetch, launched)
+                except Exception as error:
+                    await self._recover(error)
+                    continue
+                self._take_in(result, since)
+        except Exception as error:
+            log.exception("the engine loop failed")
+            self._give_up(EngineUnhealthy(f"the engine loop failed: {error!r}"))
+
+    def _launch_ahead(self) -> None:
+        """Launch steps until the pipeline is full or nothing more can be launched."""
+        while len(self._launched) < self.depth:
+            began = time.perf_counter()
+            plan = self.scheduler.schedule()
+            if plan is None:
+                return
+            self.scheduler.apply(plan)
+            if not self._launched:
+                self._last_progress = time.monotonic()
+            self._launched.append((self._thread.submit(self._launch, plan), time.perf_counter()))
+            self.host_seconds += time.perf_counter() - began
+
+    def _launch(self, plan: StepPlan) -> StepHandle:
+        return self.backend.launch(plan)
+
+    async def _rest(self) -> None:
+        """Wait for work; check the books first, and let the backend forget rows that ended."""
+        if self.scheduler.idle:
+            self.scheduler.check_integrity()
+        ended = self.scheduler.take_ended()
+        if ended:
+            self._thread.submit(self.backend.release, ended)
+        self._wake.clear()
+        await self._wake.wait()
+
+    def _take_in(self, result: StepResult, since: float) -> None:
+        """Commit a result, launch what follows, then post the news."""
+        began = time.perf_counter()
+        self._launched.popleft()
+        self._last_progress = time.monotonic()
+        self.step_seconds += began - since
+        batch = self.scheduler.commit(result)
+        self._failed_before = False
+        self.host_seconds += time.perf_counter() - began
+        self._launch_ahead()
+        if self._timers:
+            for seq_id in batch.seq_ids[batch.finish > 0].tolist():
+                self._forget_deadline(seq_id)
+        self._post(batch)
+
+    def _post(self, batch: OutputBatch) -> None:
+        self._outbox.append(batch)
+        self._news.set()
+
+    def _expire(self, seq_id: int) -> None:
+        self._timers.pop(seq_id, None)
+        if self.scheduler.abort(seq_id):
+            self._post(error_batch(((seq_id, DeadlineExceeded("the request's deadline passed before it finished")),)))
+            self._wake.set()
+
+    def _forget_deadline(self, seq_id: int) -> None:
+        timer = self._timers.pop(seq_id, None)
+        if timer is not None:
+            timer.cancel()
+
+    # --- when a step fails ------------------------------------------------------------
+
+    async def _recover(self, error: BaseException) -> None:
+        """End the requests of the failed step and of those launched after it; start the backend anew."""
+        log.error("a step failed: %r", error, exc_info=error)
+        for launched, _ in self._launched:
+            await self._on_thread(_settle, launched)
+        self._launched.clear()
+        failed = self.scheduler.fail_inflight()
+        reason = StepFailed(f"the step that computed this request failed: {error!r}")
+        self._post(error_batch(tuple((seq_id, reason) for seq_id in failed)))
+        if self._failed_before:
+            self._give_up(EngineUnhealthy(f"two steps in a row failed, the last with {error!r}"))
+            return
+        self._failed_before = True
+        try:
+            self.backend = await self._on_thread(self._reload)
+            self.restarts += 1
+        except Exception as failure:
+            log.exception("the backend could not be restarted")
+            self._give_up(EngineUnhealthy(f"the backend could not be restarted: {failure!r}"))
+
+    def _give_up(self, error: SlotlineError) -> None:
+        """Refuse everything from now on and end what is left."""
+        self.error = error
+        self._end_all(error)
+
+    def _end_all(self, error: SlotlineError) -> None:
+        left = [*self.scheduler.running, *(s.seq_id for s in self.scheduler.queue.in_order())]
+        self.abort(left)
+        self._post(error_batch(tuple((seq_id, error) for seq_id in left)))
+
+    async def close(self) -> None:
+        """End what is left with EngineClosed, wait for the thread, close the backend."""
+        if self.error is None:
+            self._give_up(EngineClosed("the engine was closed"))
+        for launched, _ in self._launched:
+            await self._on_thread(_settle, launched)
+        self._launched.clear()
+        await self._on_thread(self.backend.close)
+
+    async def _on_thread(self, function: Callable[..., T], *args: object) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+
+
+def _fetch(launched: Future[StepHandle]) -> StepResult:
+    """Wait for a step's result, on the backend's thread."""
+    return launched.result().result()
+
+
+def _settle(launched: Future[StepHandle]) -> None:
+    """Wait until a step is over, whatever came of it."""
+    try:
+        launched.result().result()
+    except Exception as error:
+        log.debug("a step launched after the failed one: %r", error)

@@ -1,0 +1,129 @@
+"""The unread output of one request: pieces merge while nobody reads them.
+
+A future and a list instead of a stream: putting costs a few hundred nanoseconds a row, and a
+slow reader holds at most what its own max_tokens allows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from slotline.logprobs import Logprobs
+from slotline.plan import LogprobColumns
+from slotline.request import Output
+
+if TYPE_CHECKING:
+    from slotline.request import FinishReason
+    from slotline.text import TextStream, Vocabulary
+
+
+class Choice:
+    """One sequence on the client's side: its text stream and what was not read yet."""
+
+    __slots__ = (
+        "box",
+        "columns",
+        "done",
+        "finish_reason",
+        "first_time",
+        "ids",
+        "index",
+        "listed",
+        "prompt_columns",
+        "prompt_index",
+        "seq_id",
+        "stop_reason",
+        "stream",
+        "texts",
+        "total",
+        "wants_logprobs",
+        "wants_prompt_logprobs",
+    )
+
+    def __init__(self, box: Mailbox, stream: TextStream, *, seq_id: int, index: int, prompt_index: int) -> None:
+        self.box = box
+        self.stream = stream
+        self.seq_id = seq_id
+        self.index = index
+        self.prompt_index = prompt_index
+        self.ids: list[int] = []
+        self.texts: list[str] = []
+        self.columns: list[LogprobColumns] = []
+        self.prompt_columns: list[LogprobColumns] = []
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: str | int | None = None
+        self.wants_logprobs = False
+        self.wants_prompt_logprobs = False  # set by expect_prompt_logprobs
+        self.listed = False  # whether the mailbox knows of unread output
+        self.done = False
+        self.total = 0  # tokens so far
+        self.first_time = 0.0
+
+    def expect_prompt_logprobs(self) -> None:
+        """Deliver prompt positions too; the first one never has values."""
+        self.wants_prompt_logprobs = True
+        self.prompt_columns.append(LogprobColumns.empty(1))
+
+    def take(self, vocabulary: Vocabulary) -> Output:
+        """Return what is unread as one piece, and begin a new one."""
+        output = Output(
+            index=self.index,
+            prompt_index=self.prompt_index,
+            text="".join(self.texts),
+            token_ids=self.ids,
+            logprobs=Logprobs(LogprobColumns.concat(self.columns), vocabulary) if self.wants_logprobs else None,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+        if self.prompt_columns:
+            output.prompt_logprobs = Logprobs(LogprobColumns.concat(self.prompt_columns), vocabulary)
+        self.ids, self.texts, self.columns, self.prompt_columns, self.listed = [], [], [], [], False
+        return output
+
+
+class Mailbox:
+    """Where a request's choices leave their output and one reader takes it."""
+
+    __slots__ = ("_error", "_ready", "_vocabulary", "_waiter")
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._ready: list[Choice] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self._error: BaseException | None = None
+
+    def post(self, choice: Choice) -> None:
+        """Say that a choice has unread output."""
+        if not choice.listed:
+            choice.listed = True
+            self._ready.append(choice)
+        if self._waiter is not None:
+            self._wake()
+
+    def fail(self, error: BaseException) -> None:
+        """Raise ``error`` in the reader once it has taken what is unread."""
+        self._error = error
+        self._wake()
+
+    async def get(self) -> list[Output]:
+        """Wait for unread output and take all of it, one piece per choice.
+
+        Raises:
+            SlotlineError: what ``fail`` was given.
+        """
+        while not self._ready:
+            if self._error is not None:
+                raise self._error
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        ready, self._ready = self._ready, []
+        return [choice.take(self._vocabulary) for choice in ready]
+
+    def _wake(self) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
