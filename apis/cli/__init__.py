@@ -1,30 +1,27 @@
-"""The command line: ``slotline chat``, ``generate``, ``serve``, ``models``, ``plugins``, ``doctor``."""
+"""The command line: ``slotline chat``, ``generate``, ``serve``, ``models``, ``plugins``, ``doctor``.
+
+Importing this is cheap: an engine that is embedded loads it as a plugin and never uses it.
+"""
 
 from __future__ import annotations
 
-import click
+from collections.abc import Callable
+from typing import Any
 
-import slotline
-from slotline.apis.cli.chat import chat
-from slotline.apis.cli.doctor import doctor
-from slotline.apis.cli.generate import generate
-from slotline.apis.cli.group import CommandLine
-from slotline.apis.cli.models import models
-from slotline.apis.cli.plugins import plugins
-from slotline.apis.cli.serve import serve
-
-
-@click.group(cls=CommandLine, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
-@click.version_option(slotline.__version__, message="slotline %(version)s")
-@click.option("--debug", is_flag=True, help="Show a traceback where something fails.")
-def cli(debug: bool) -> None:
-    """Run language models: in the terminal, or behind OpenAI's HTTP routes."""
-
-
-for _command in (chat, generate, serve, models, plugins, doctor):
-    cli.add_command(_command)
+from slotline.hookspecs import hookimpl
 
 
 def main() -> None:
     """Run the command line; this is the console script."""
+    from slotline.apis.cli.commandline import cli
+
     cli(prog_name="slotline")
+
+
+@hookimpl
+def slotline_register_commands(register: Callable[[Any], None]) -> None:
+    """Register the built-in commands, whose names plugins then cannot take."""
+    from slotline.apis.cli.commandline import COMMANDS
+
+    for command in COMMANDS:
+        register(command)

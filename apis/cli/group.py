@@ -16,9 +16,14 @@ T = TypeVar("T")
 class CommandFailed(click.ClickException):
     """One line on stderr and an exit code."""
 
-    def __init__(self, message: str, exit_code: int = 1) -> None:
+    def __init__(self, message: str) -> None:
         super().__init__(message)
-        self.exit_code = exit_code
+
+
+class WrittenWrong(CommandFailed):
+    """The same for what the caller wrote: an option or a config file."""
+
+    exit_code = 2
 
 
 class CommandLine(click.Group):
@@ -57,7 +62,7 @@ def in_one_line(run: Callable[[], T]) -> T:
     """Call ``run``; turn what it raises into an error of one line.
 
     Raises:
-        CommandFailed: exit code 2 for what the caller wrote, 1 for everything else.
+        CommandFailed: with exit code 2 for what the caller wrote, 1 for everything else.
     """
     try:
         return run()
@@ -66,7 +71,8 @@ def in_one_line(run: Callable[[], T]) -> T:
     except Exception as error:
         cause = _single(error)
         if isinstance(cause, SlotlineError):
-            raise CommandFailed(" ".join(cause.message.split()), 2 if isinstance(cause, ConfigError) else 1) from None
+            kind = WrittenWrong if isinstance(cause, ConfigError) else CommandFailed
+            raise kind(" ".join(cause.message.split())) from None
         message = f"{type(cause).__name__}: {cause}; `slotline --debug ...` shows where"
         raise CommandFailed(" ".join(message.split())) from None
 

@@ -105,5 +105,5 @@ def _ready_line(engine: Engine, listener: socket.socket, names: tuple[str, ...])
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     served = ", ".join(names) or engine.model.name
-    cache = engine.stats().total_blocks * engine.block_size
+    cache = (engine.info.num_blocks - 1) * engine.info.block_size  # block 0 is scratch
     return f"serving {served} at http://{shown}:{port} (context {engine.max_model_len}, KV cache {cache} tokens)"

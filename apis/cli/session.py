@@ -10,7 +10,8 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from slotline.apis.cli.console import status, warn
 from slotline.config import EngineConfig
-from slotline.engine import Engine, RequestHandle
+from slotline.engine import Engine
+from slotline.handle import RequestHandle
 from slotline.params import SamplingParams
 from slotline.request import Output
 
@@ -34,15 +35,15 @@ class Session:
 
         handle = self._portal.call(submit)
         warn(handle.warnings)
-        pieces = aiter(handle)
+        pieces = handle.pieces()
         try:
-            while (output := self._portal.call(_next, pieces)) is not None:
-                yield output.text
+            while (outputs := self._portal.call(_next, pieces)) is not None:
+                yield "".join(output.text for output in outputs)
         finally:
             self._portal.call(handle.abort)
 
 
-async def _next(pieces: AsyncIterator[Output]) -> Output | None:
+async def _next(pieces: AsyncIterator[list[Output]]) -> list[Output] | None:
     return await anext(pieces, None)
 
 

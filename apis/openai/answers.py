@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import orjson
-
 from slotline.apis.openai.errors import to_json
 from slotline.apis.openai.jobs import Job
 from slotline.apis.openai.logprobs import CompletionLogprobs, chat_content, joined, prompt_logprobs
+from slotline.logprobs import Logprobs
+from slotline.plan import LogprobColumns
 from slotline.request import Completion, Notice, Output, Usage
 from slotline.text import Vocabulary
 
@@ -80,15 +80,11 @@ class _Base:
     def piece(self, output: Output) -> bytes:
         """Return the event for a piece; b"" where it has nothing to show."""
         index = output.prompt_index * self.job.params.n + output.index
-        if self._begun[index] and output.finish_reason is None and output.logprobs is None:
-            if not output.text:
+        if self._begun[index] and output.finish_reason is None and output.prompt_logprobs is None:
+            if not output.text and (output.logprobs is None or not output.token_ids):
                 return b""
-            try:
-                return self._starts[index] + orjson.dumps(output.text) + self._end
-            except TypeError:  # a lone surrogate
+            if output.logprobs is None:
                 return self._starts[index] + to_json(output.text) + self._end
-        if self._begun[index] and output.finish_reason is None and not output.token_ids:
-            return b""
         first, self._begun[index] = not self._begun[index], True
         return self._event(self._piece_choice(output, index, first))
 
@@ -172,8 +168,34 @@ class CompletionAnswer(_Base):
         super().__init__(job, answer_id, created, warnings)
         self._echoes = echoes
         self._prompt_ids = prompt_ids
+        self._vocabulary = vocabulary
         skip = job.params.skip_special_tokens
-        self._logprobs = [CompletionLogprobs(vocabulary, skip) for _ in self._begun]
+        self._counters = [CompletionLogprobs(vocabulary, skip) for _ in self._begun]
+        # Logprobs of a prompt come in parts, with its first choice; no choice can begin without them.
+        self._rows: list[Logprobs | None] = [None for _ in prompt_ids]
+        told = {notice.param for notice in warnings}
+        waits = job.echo_logprobs and "prompt_logprobs" not in told
+        self._waiting = {p: _Waiting() for p in range(len(prompt_ids))} if waits else {}
+
+    def whole(self, completions: Sequence[Completion], usage: Usage) -> dict[str, Any]:
+        """Return the body of an answer that is not streamed."""
+        self._rows = [completion.prompt_logprobs for completion in completions]
+        return super().whole(completions, usage)
+
+    def piece(self, output: Output) -> bytes:
+        """Return the events for a piece; b"" where it has nothing to show, or has to wait."""
+        waiting = self._waiting.get(output.prompt_index)
+        if waiting is None:
+            return super().piece(output)
+        if output.prompt_logprobs is not None:
+            waiting.columns.append(output.prompt_logprobs.columns)
+            output.prompt_logprobs = None
+        waiting.outputs.append(output)
+        if sum(map(len, waiting.columns)) < len(self._prompt_ids[output.prompt_index]):
+            return b""
+        del self._waiting[output.prompt_index]
+        self._rows[output.prompt_index] = Logprobs(LogprobColumns.concat(waiting.columns), self._vocabulary)
+        return b"".join(super(CompletionAnswer, self).piece(held) for held in waiting.outputs)
 
     def _whole_choice(self, choice: Completion, prompt_index: int, index: int) -> dict[str, Any]:
         body = self._choice(choice, prompt_index, index, first=True)
@@ -199,13 +221,20 @@ class CompletionAnswer(_Base):
         self, part: Completion | Output, prompt_index: int, index: int, echo: bool
     ) -> dict[str, Any] | None:
         """Return the logprobs of a piece, after those of an echoed prompt."""
-        counter, parts = self._logprobs[index], []
-        if echo and self.job.echo_logprobs and (part.logprobs is not None or part.prompt_logprobs is not None):
-            ids = self._prompt_ids[prompt_index]
-            parts.append(counter.piece(ids, part.prompt_logprobs, shown=True))
+        counter, parts, rows = self._counters[index], [], self._rows[prompt_index]
+        if echo and self.job.echo_logprobs and (part.logprobs is not None or rows is not None):
+            parts.append(counter.piece(self._prompt_ids[prompt_index], rows, shown=True))
         if part.logprobs is not None:
             parts.append(counter.piece(part.token_ids, part.logprobs))
         return joined(parts) if parts else None
+
+
+class _Waiting:
+    """Pieces that wait for the logprobs of their prompt."""
+
+    def __init__(self) -> None:
+        self.outputs: list[Output] = []
+        self.columns: list[LogprobColumns] = []
 
 
 def _with_prompt_logprobs(body: dict[str, Any], part: Completion | Output, job: Job) -> dict[str, Any]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-import time
 import uuid
-from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar, cast
 
 import anyio
 from starlette.datastructures import Headers
@@ -33,8 +32,8 @@ from slotline.apis.openai.streams import (
     read_body,
     wait_for_hangup,
 )
-from slotline.engine import Engine, RequestHandle
-from slotline.request import Output
+from slotline.engine import Engine
+from slotline.handle import RequestHandle
 
 Body = TypeVar("Body", bound=GenerationBody)
 
@@ -186,7 +185,7 @@ class _Exchange:
             handle.abort()  # whatever ended this; nothing happens to a request that is finished
 
     async def _submit(self) -> RequestHandle:
-        job, timeout = self._job, self._service.settings.request_timeout
+        job = self._job
         prompts, options = job.prompts, job.options
         if job.opening is not None:
             prompts, options = [await _continued(self._engine, job)], None
@@ -196,7 +195,7 @@ class _Exchange:
             request_id=self._answer_id,
             priority=job.priority,
             client=self._client,
-            deadline=None if timeout is None else time.monotonic() + timeout,
+            deadline=self._service.settings.request_timeout,
             cache_salt=job.cache_salt,
             adapter=job.adapter,
             chat_options=options,
@@ -204,9 +203,9 @@ class _Exchange:
 
     async def _stream(self, send: Send, handle: RequestHandle, answer: Answer) -> None:
         """Send events. The head waits for the first piece, so that an error before it has a status."""
-        piece: Callable[[Output], bytes] = answer.piece
-        async for output in handle:
-            data = piece(output)
+        piece = answer.piece
+        async for outputs in handle.pieces():
+            data = piece(outputs[0]) if len(outputs) == 1 else b"".join(map(piece, outputs))
             if not self._begun:
                 await self._begin(send)
             if data:
@@ -232,7 +231,7 @@ class _Exchange:
 
 async def _continued(engine: Engine, job: Job) -> list[int]:
     """Return the prompt for a message that the assistant has begun: up to its turn, then what it said."""
-    (messages,) = job.prompts
+    (messages,) = cast("Sequence[list[dict[str, Any]]]", job.prompts)
     ids = await engine.chat_prompt(messages, **(job.options or {}))
     return ids + engine.model.tokenizer.encode(str(job.opening), parse_special=False, add_special=False)
 

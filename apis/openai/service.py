@@ -102,17 +102,23 @@ class EngineLifespan:
         """Open the engine in a task of its own, and watch it."""
         try:
             async with self._opened() as engine:
-                while True:
-                    await anyio.sleep(HEALTH_PERIOD)
-                    health = engine.health()
-                    if health.status in ("unhealthy", "closed"):
-                        raise EngineUnhealthy(f"the engine is {health.status}: {health.detail}")
+                detail = await _until_broken(engine)
+            raise EngineUnhealthy(detail)
         except Exception as error:
             self.failure = error
             if self._on_failure is None:
                 logger.error("the engine is not available: %s", error)
             else:
                 self._on_failure(error)
+
+
+async def _until_broken(engine: Engine) -> str:
+    """Watch the engine; return what is wrong once it cannot run any more."""
+    while True:
+        await anyio.sleep(HEALTH_PERIOD)
+        health = engine.health()
+        if health.status in ("unhealthy", "closed"):
+            return f"the engine is {health.status}: {health.detail}"
 
 
 class OpenEngine:
@@ -155,8 +161,8 @@ class Service:
         if engine is not None:
             return engine.health()
         if self._source.failure is not None:
-            return Health(ok=False, status="unhealthy", detail="the engine could not be started; see the log")
-        return Health(ok=False, status="loading", detail="the model is loading")
+            return Health("unhealthy", "the engine could not be started; see the log")
+        return Health("loading", "the model is loading")
 
     def names(self) -> tuple[str, ...]:
         """Return the names under which the model is served, the first being its main one."""

@@ -79,7 +79,7 @@ class FakeHandle:
             self.aborted = True
             self.engine.aborted.set()
 
-    async def __aiter__(self) -> AsyncIterator[Output]:
+    async def pieces(self) -> AsyncIterator[list[Output]]:
         try:
             for item in self.engine.script:
                 if isinstance(item, Exception):
@@ -91,14 +91,14 @@ class FakeHandle:
                 if self.aborted:
                     raise RequestAborted("aborted")
                 self._tokens += len(item.token_ids)
-                yield item
+                yield [item]
             self.finished = True
         finally:
             self.abort()
 
     async def completions(self) -> list[Completion]:
         done: dict[tuple[int, int], Completion] = {}
-        async for out in self:
+        async for (out,) in self.pieces():
             key = out.prompt_index, out.index
             held = done.setdefault(key, Completion("", [], None, index=out.index))
             held.text += out.text

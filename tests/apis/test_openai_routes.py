@@ -173,6 +173,22 @@ async def test_echo_puts_the_prompt_first(fake, stream):
     assert engine.submitted[0]["params"].prompt_logprobs == 1
 
 
+async def test_echoed_choices_wait_for_the_prompts_logprobs(fake):
+    """They come in parts, and with the first choice only."""
+    other = fake.say("y", index=1, logprobs=fake.table([(121, -0.5, 1)]))
+    parts = [fake.say("", prompt_logprobs=fake.table([])), fake.say("", prompt_logprobs=fake.table([(98, -1.5, 1)]))]
+    ends = [fake.say("x", index=i, finish="length", logprobs=fake.table([(120, -0.5, 1)])) for i in range(2)]
+    engine = fake.Engine(other, *parts, *ends)
+    asked = {**TEXT, "echo": True, "logprobs": 0, "stream": True, "n": 2}
+    reply = await post(fake, engine, "/v1/completions", asked)
+    texts, tokens = {0: "", 1: ""}, {0: [], 1: []}
+    for event in fake.events(reply.text)[:-1]:
+        (choice,) = json.loads(event)["choices"]
+        texts[choice["index"]] += choice["text"]
+        tokens[choice["index"]] += choice["logprobs"]["tokens"]
+    assert texts == {0: "abx", 1: "abyx"} and tokens == {0: list("abx"), 1: list("abyx")}
+
+
 async def test_prompt_logprobs_by_their_own_name(fake):
     rows = fake.table([], [(98, -1.5, 4)])
     engine = fake.Engine(fake.say("c", finish="length", prompt_logprobs=rows))
