@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ from slotline.errors import (
     ChatTemplateError,
     ConfigError,
     EngineClosed,
+    EngineUnhealthy,
     InvalidParameter,
     RequestAborted,
     UnsupportedParameter,
@@ -35,6 +37,8 @@ from slotline.params import SamplingParams
 from slotline.request import Completion, Output, RequestEvent
 from slotline.stats import EngineStats, RequestStats
 from slotline.text import Stops, TextStream, Vocabulary
+
+log = logging.getLogger("slotline")
 
 T = TypeVar("T")
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -114,9 +118,17 @@ class Engine:
         /,
         *,
         config: EngineConfig | None = None,
-        **options: Any,  # noqa: ANN401
+        manager: PluginManager | None = None,
+        **options: Any,
     ) -> AsyncIterator[Engine]:
         """Open a model and yield an engine; EngineConfig fields are keywords.
+
+        Args:
+            model: as EngineConfig.model.
+            config: instead of model and options.
+            manager: plugins to use instead of those that config.plugins says; a host can
+                register objects of its own there.
+            options: EngineConfig fields.
 
         Raises:
             ConfigError, PluginError, ModelError: with one sentence that says what to do.
@@ -127,23 +139,22 @@ class Engine:
             raise ConfigError("give either config or model and options, not both")
         thread = ThreadPoolExecutor(1, thread_name_prefix="slotline-backend")
         try:
-            loaded, reload = await load(config, thread)
+            loaded, reload = await load(config, manager, thread)
             engine = cls(loaded, EngineCore(loaded.config, loaded.backend, loaded.info, thread, reload))
-            async with anyio.create_task_group() as group:
-                group.start_soon(engine._core.run)
-                group.start_soon(engine._pump)
-                try:
-                    yield engine
-                finally:
-                    group.cancel_scope.cancel()
-                    await engine._close()
+            async with _running(engine):
+                yield engine
         finally:
             thread.shutdown(wait=False)
 
     async def _pump(self) -> None:
         """Bring the core's news to the mailboxes."""
-        while True:
-            self._processor.process(await self._client.next_outputs())
+        try:
+            while True:
+                self._processor.process(await self._client.next_outputs())
+        except Exception as error:
+            log.exception("output processing failed")
+            self._core.give_up(EngineUnhealthy(f"output processing failed: {error!r}"))
+            self._processor.close(EngineUnhealthy(f"output processing failed: {error!r}"))
 
     async def _close(self) -> None:
         self._closed = True
@@ -394,6 +405,29 @@ class Engine:
             error=handle.error,
         )
         self.manager.hook.slotline_observe_request(event=event)
+
+
+@asynccontextmanager
+async def _running(engine: Engine) -> AsyncIterator[None]:
+    """Run the engine's tasks around a host's block; what the block raises leaves as it is, in no group."""
+    raised: BaseException | None = None
+    try:
+        async with anyio.create_task_group() as group:
+            group.start_soon(engine._core.run)
+            group.start_soon(engine._pump)
+            try:
+                yield
+            except BaseException as error:
+                raised = error
+                raise
+            finally:
+                group.cancel_scope.cancel()
+                await engine._close()
+    except BaseExceptionGroup:
+        if raised is None:
+            raise
+    if raised is not None:
+        raise raised
 
 
 def _prompt_list(prompts: Sequence[Prompt]) -> Sequence[Prompt]:

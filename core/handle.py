@@ -98,6 +98,8 @@ class RequestHandle:
                 outputs = await self.box.get()
                 left -= {(o.prompt_index, o.index) for o in outputs if o.finish_reason is not None}
                 yield outputs
+            if self.error is not None:
+                raise self.error
         finally:
             if not self.finished:
                 self.abort()

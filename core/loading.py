@@ -27,7 +27,9 @@ class Loaded:
     info: BackendInfo
 
 
-async def load(config: EngineConfig, thread: ThreadPoolExecutor) -> tuple[Loaded, Callable[[], Backend]]:
+async def load(
+    config: EngineConfig, manager: PluginManager | None, thread: ThreadPoolExecutor
+) -> tuple[Loaded, Callable[[], Backend]]:
     """Open the model on a worker thread and load the backend on its own.
 
     Returns:
@@ -36,9 +38,7 @@ async def load(config: EngineConfig, thread: ThreadPoolExecutor) -> tuple[Loaded
     Raises:
         ConfigError, PluginError, ModelError: with one sentence that says what to do.
     """
-    manager = PluginManager(config.plugins)
-    entry = manager.backend(config.backend)
-    model = await anyio.to_thread.run_sync(open_model, config, manager, entry)
+    manager, entry, model = await anyio.to_thread.run_sync(_prepare, config, manager)
 
     def make() -> tuple[Backend, BackendInfo]:
         backend = entry.create()
@@ -53,6 +53,14 @@ async def load(config: EngineConfig, thread: ThreadPoolExecutor) -> tuple[Loaded
 
     backend, info = await asyncio.get_running_loop().run_in_executor(thread, make)
     return Loaded(config, manager, model, backend, info), lambda: make()[0]
+
+
+def _prepare(config: EngineConfig, manager: PluginManager | None) -> tuple[PluginManager, BackendEntry, Model]:
+    """Do what reads files: plugins and the model; blocks."""
+    if manager is None:
+        manager = PluginManager(config.plugins)
+    entry = manager.backend(config.backend)
+    return manager, entry, open_model(config, manager, entry)
 
 
 def open_model(config: EngineConfig, manager: PluginManager, entry: BackendEntry) -> Model:

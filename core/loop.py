@@ -158,7 +158,7 @@ class EngineCore:
                 self._take_in(result, since)
         except Exception as error:
             log.exception("the engine loop failed")
-            self._give_up(EngineUnhealthy(f"the engine loop failed: {error!r}"))
+            self.give_up(EngineUnhealthy(f"the engine loop failed: {error!r}"))
 
     def _launch_ahead(self) -> None:
         """Launch steps until the pipeline is full or nothing more can be launched."""
@@ -228,7 +228,7 @@ class EngineCore:
         reason = StepFailed(f"the step that computed this request failed: {error!r}")
         self._post(error_batch(tuple((seq_id, reason) for seq_id in failed)))
         if self._failed_before:
-            self._give_up(EngineUnhealthy(f"two steps in a row failed, the last with {error!r}"))
+            self.give_up(EngineUnhealthy(f"two steps in a row failed, the last with {error!r}"))
             return
         self._failed_before = True
         try:
@@ -236,9 +236,9 @@ class EngineCore:
             self.restarts += 1
         except Exception as failure:
             log.exception("the backend could not be restarted")
-            self._give_up(EngineUnhealthy(f"the backend could not be restarted: {failure!r}"))
+            self.give_up(EngineUnhealthy(f"the backend could not be restarted: {failure!r}"))
 
-    def _give_up(self, error: SlotlineError) -> None:
+    def give_up(self, error: SlotlineError) -> None:
         """Refuse everything from now on and end what is left."""
         self.error = error
         self._end_all(error)
@@ -251,7 +251,7 @@ class EngineCore:
     async def close(self) -> None:
         """End what is left with EngineClosed, wait for the thread, close the backend."""
         if self.error is None:
-            self._give_up(EngineClosed("the engine was closed"))
+            self.give_up(EngineClosed("the engine was closed"))
         for launched, _ in self._launched:
             await self._on_thread(_settle, launched)
         self._launched.clear()

@@ -12,6 +12,7 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from slotline.config import EngineConfig
 from slotline.engine import Engine, Prompt, Score
+from slotline.manager import PluginManager
 from slotline.params import SamplingParams
 from slotline.request import Completion, Notice, Output
 
@@ -20,7 +21,7 @@ class SlotlineWarning(UserWarning):
     """Something was asked for that the backend does not honour."""
 
 
-def pipeline(model: str | None = None, /, **options: Any) -> Pipeline:  # noqa: ANN401 - EngineConfig fields
+def pipeline(model: str | None = None, /, *, manager: PluginManager | None = None, **options: Any) -> Pipeline:  # noqa: ANN401 - EngineConfig fields
     """Open a model for synchronous use; close it with ``with`` or ``close()``.
 
     ::
@@ -30,21 +31,22 @@ def pipeline(model: str | None = None, /, **options: Any) -> Pipeline:  # noqa: 
 
     Args:
         model: as for ``Engine.open``.
+        manager: plugins to use, as for ``Engine.open``.
         options: EngineConfig fields.
     """
-    return Pipeline(EngineConfig.of(model, **options))
+    return Pipeline(EngineConfig.of(model, **options), manager)
 
 
 class Pipeline:
     """A synchronous face of one engine. Calls from several threads run in one batch."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, manager: PluginManager | None = None) -> None:
         self._stack = ExitStack()
         self._warned: set[str] = set()
         try:
             self._portal: BlockingPortal = self._stack.enter_context(start_blocking_portal())
             self.engine: Engine = self._stack.enter_context(
-                self._portal.wrap_async_context_manager(Engine.open(config=config))
+                self._portal.wrap_async_context_manager(Engine.open(config=config, manager=manager))
             )
         except BaseException:
             self._stack.close()

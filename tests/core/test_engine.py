@@ -1,0 +1,523 @@
+"""The engine on a simulated backend: slots, abort, failure, deadlines, caps, statistics."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+import slotline
+from slotline import SamplingParams
+from slotline.backend import BackendEntry
+from slotline.errors import (
+    ClientLimitExceeded,
+    ConfigError,
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    EngineClosed,
+    EngineUnhealthy,
+    InvalidParameter,
+    NumericalError,
+    QueueFull,
+    RequestAborted,
+    StepFailed,
+    UnsupportedParameter,
+)
+from slotline.hookspecs import hookimpl
+from slotline.manager import PluginManager
+from slotline.plugins.echo import VOCAB, open_model
+from slotline.request import RequestEvent
+from slotline.testing.sim import SimBackend, SimHandle, sim_answer
+
+
+class GatedHandle(SimHandle):
+    """A result that stays away until the test lets it come."""
+
+    def __init__(self, result, gate):
+        super().__init__(result)
+        self._gate = gate
+
+    def result(self):
+        assert self._gate.wait(30), "the test never opened the gate"
+        return super().result()
+
+
+class SimPlugin:
+    """Registers one simulated backend; keeps what it made, and what observers saw."""
+
+    def __init__(self, make: Callable[[], SimBackend]) -> None:
+        self.make = make
+        self.made: list[SimBackend] = []
+        self.events: list[RequestEvent] = []
+
+    def create(self) -> SimBackend:
+        self.made.append(self.make())
+        return self.made[-1]
+
+    @hookimpl
+    def slotline_register_backends(self, register: Callable[[BackendEntry], None]) -> None:
+        register(BackendEntry(name="sim", create=self.create, open_model=open_model))
+
+    @hookimpl
+    def slotline_observe_request(self, event: RequestEvent) -> None:
+        self.events.append(event)
+
+
+@asynccontextmanager
+async def opened(
+    make: Callable[[], SimBackend] = SimBackend, depth: int = 1, **options: object
+) -> AsyncIterator[tuple[slotline.Engine, SimPlugin]]:
+    def build() -> SimBackend:
+        backend = make()
+        backend.depth, backend.vocab_size = depth, VOCAB
+        return backend
+
+    plugin = SimPlugin(build)
+    manager = await asyncio.to_thread(PluginManager, "")
+    manager.register(plugin, "sim")
+    defaults = {"max_slots": 4, "kv_cache_tokens": 1024, "max_model_len": 256}
+    async with slotline.Engine.open("sim", backend="sim", manager=manager, **(defaults | options)) as engine:
+        yield engine, plugin
+        await settled(engine)
+        engine.check_integrity()
+
+
+async def settled(engine: slotline.Engine) -> None:
+    """Wait until nothing runs, waits or is in flight."""
+    for _ in range(10_000):
+        if engine._core.scheduler.idle or engine.health().status != "ok":
+            return
+        await asyncio.sleep(0)
+        await asyncio.get_running_loop().run_in_executor(engine._core._thread, int)
+    raise AssertionError("the engine did not come to rest")
+
+
+def answer(prompt: str, seed: int, max_tokens: int, stop_ids: tuple[int, ...] = (256,)) -> list[int]:
+    return sim_answer(list(prompt.encode()), seed, max_tokens, VOCAB, stop_ids)
+
+
+both_depths = pytest.mark.parametrize("depth", [1, 2])
+
+
+# --- answers --------------------------------------------------------------------------
+
+
+@both_depths
+async def test_many_requests_get_their_own_answers(depth: int, no_blocking: object) -> None:
+    async with opened(depth=depth, max_batch_tokens=16) as (engine, _):
+        prompts = [f"prompt number {i} " * (1 + i % 5) for i in range(40)]
+        params = [SamplingParams(seed=i, max_tokens=1 + i % 17) for i in range(40)]
+        done = await asyncio.gather(*(engine.generate(p, s) for p, s in zip(prompts, params, strict=True)))
+        for i, completion in enumerate(done):
+            expected = answer(prompts[i], i, 1 + i % 17)
+            assert completion.token_ids == expected
+            assert completion.text == engine.decode(expected)
+            assert completion.usage.completion_tokens == len(expected)
+
+
+@both_depths
+async def test_choices_and_prompt_lists_come_back_in_order(depth: int) -> None:
+    async with opened(depth=depth) as (engine, _):
+        handle = await engine.submit(["one", "two"], SamplingParams(n=3, seed=5, max_tokens=6))
+        done = await handle.completions()
+        assert [[c.index for c in d.choices] for d in done] == [[0, 1, 2], [0, 1, 2]]
+        assert done[0].token_ids == answer("one", 5, 6)
+        assert done[1].choices[0].token_ids == answer("two", 5, 6)
+        assert len({tuple(c.token_ids) for c in done[0].choices}) > 1
+        again = await (await engine.submit(["one", "two"], SamplingParams(n=3, seed=5, max_tokens=6))).completions()
+        assert [[c.token_ids for c in d.choices] for d in again] == [[c.token_ids for c in d.choices] for d in done]
+        assert handle.usage.prompt_tokens == 6
+
+
+@both_depths
+async def test_a_stop_string_ends_a_row_and_hides_what_came_after(depth: int) -> None:
+    async with opened(depth=depth) as (engine, _):
+        whole = await engine.generate("stop me", SamplingParams(seed=1, max_tokens=60, ignore_eos=True))
+        visible = whole.text
+        stop = visible[20:22]
+        cut = await engine.generate("stop me", SamplingParams(seed=1, max_tokens=60, ignore_eos=True, stop=stop))
+        assert cut.text == visible[: visible.index(stop)]
+        assert (cut.finish_reason, cut.stop_reason) == ("stop", stop)
+        assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
+        assert len(cut.token_ids) == cut.usage.completion_tokens < 60
+
+
+async def test_a_stop_id_is_named_and_the_end_token_is_not() -> None:
+    async with opened() as (engine, _):
+        ids = answer("name it", 3, 40, ())
+        by_id = await engine.generate("name it", SamplingParams(seed=3, max_tokens=40, stop_token_ids=[ids[5]]))
+        assert (by_id.finish_reason, by_id.stop_reason) == ("stop", ids[5])
+        assert by_id.token_ids == ids[: ids.index(ids[5]) + 1]
+        for seed in range(4000):
+            ids = answer("end", seed, 4)
+            if ids[-1] == 256:
+                break
+        ended = await engine.generate("end", SamplingParams(seed=seed, max_tokens=4))
+        assert (ended.finish_reason, ended.stop_reason, ended.token_ids) == ("stop", None, ids)
+
+
+async def test_unread_pieces_merge() -> None:
+    async with opened() as (engine, _):
+        handle = await engine.submit(["merge"], SamplingParams(seed=2, max_tokens=20, ignore_eos=True))
+        await settled(engine)
+        pieces = [piece async for piece in handle]
+        assert len(pieces) == 1 and pieces[0].token_ids == answer("merge", 2, 20, ())
+
+
+# --- slots ----------------------------------------------------------------------------
+
+
+@both_depths
+async def test_a_waiting_request_takes_the_slot_in_the_next_step_planned(depth: int) -> None:
+    """S0 and S1 run, S2 waits; S0 ends, S2 takes its slot, S1 never pauses."""
+    async with opened(depth=depth, max_slots=2) as (engine, plugin):
+        params = [SamplingParams(seed=i, max_tokens=n, ignore_eos=True) for i, n in enumerate((4, 20, 6))]
+        handles = [await engine.submit([f"S{i}"], p) for i, p in enumerate(params)]
+        await asyncio.gather(*(h.completions() for h in handles))
+        plans = plugin.made[0].plans
+        rows = [dict(zip(p.rows.tolist(), p.epoch.tolist(), strict=True)) for p in plans]
+        assert rows[0] == {0: 0, 1: 0}
+        s0 = [i for i, r in enumerate(rows) if r.get(0) == 0]
+        s1 = [i for i, r in enumerate(rows) if r.get(1) == 0]
+        s2 = [i for i, r in enumerate(rows) if r.get(0) == 1]
+        assert len(s0) == 4 and s0 == list(range(4))
+        assert s1 == list(range(20)), "S1 paused"
+        # At depth 1 the end is known before the next step is planned; at depth 2 one more is out already.
+        assert s2 == list(range(s0[-1] + depth, s0[-1] + depth + 6))
+
+
+# --- ending early ---------------------------------------------------------------------
+
+
+@both_depths
+async def test_leaving_a_stream_gives_everything_back(depth: int) -> None:
+    async with opened(depth=depth) as (engine, _):
+        stream = engine.stream("leave", SamplingParams(seed=1, max_tokens=200, ignore_eos=True))
+        async for _ in stream:
+            break
+        await stream.aclose()
+        await settled(engine)
+        stats = engine.stats()
+        assert (stats.running, stats.waiting, stats.active_blocks) == (0, 0, 0)
+        assert stats.requests_finished["abort"] == 1
+
+
+@both_depths
+async def test_cancelling_a_reader_gives_everything_back(depth: int) -> None:
+    async with opened(depth=depth) as (engine, _):
+        task = asyncio.create_task(engine.generate("cancel", SamplingParams(seed=1, max_tokens=200, ignore_eos=True)))
+        while not engine.stats().generated_tokens:
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert engine.stats().running == 0
+        other = await engine.generate("still here", SamplingParams(seed=9, max_tokens=5))
+        assert other.token_ids == answer("still here", 9, 5)
+
+
+async def test_abort_by_id_in_every_state() -> None:
+    async with opened(max_slots=1) as (engine, _):
+        params = SamplingParams(seed=1, max_tokens=200, ignore_eos=True)
+        running = await engine.submit(["a"], params, request_id="running")
+        waiting = await engine.submit(["b"], params, request_id="waiting")
+        assert engine.abort("waiting") and not engine.abort("waiting")
+        assert engine.abort("running") and not engine.abort("running") and not engine.abort("unknown")
+        for handle in (running, waiting):
+            with pytest.raises(RequestAborted):
+                await handle.completions()
+        done = await engine.generate("c", SamplingParams(max_tokens=1, seed=1), request_id="running")
+        assert not engine.abort("running") and len(done.token_ids) == 1
+
+
+async def test_a_request_id_is_unique_while_it_lives() -> None:
+    async with opened() as (engine, _):
+        handle = await engine.submit(["a"], SamplingParams(max_tokens=50, ignore_eos=True), request_id="x")
+        with pytest.raises(InvalidParameter, match="request_id"):
+            await engine.submit(["b"], request_id="x")
+        handle.abort()
+
+
+async def test_a_deadline_ends_running_and_waiting_requests() -> None:
+    import threading
+
+    gate = threading.Event()
+
+    class Slow(SimBackend):
+        def launch(self, plan):
+            return GatedHandle(super().launch(plan)._result, gate)
+
+    async with opened(Slow, max_slots=1) as (engine, _):
+        params = SamplingParams(max_tokens=50, ignore_eos=True)
+        running = await engine.submit(["a"], params, deadline=0.02)
+        waiting = await engine.submit(["b"], params, deadline=0.01)
+        for handle in (waiting, running):
+            with pytest.raises(DeadlineExceeded):
+                await handle.completions()
+        gate.set()
+        with pytest.raises(InvalidParameter, match="deadline"):
+            await engine.submit(["c"], deadline=0)
+        assert engine.stats().requests_finished["error"] == 2
+
+
+async def test_closing_the_engine_ends_what_runs() -> None:
+    async with opened() as (engine, _):
+        handle = await engine.submit(["a"], SamplingParams(max_tokens=200, ignore_eos=True))
+        await engine._close()
+        with pytest.raises(EngineClosed):
+            await handle.completions()
+        with pytest.raises(EngineClosed):
+            await engine.generate("b")
+    assert engine.health().status == "closed"
+
+
+# --- refusals -------------------------------------------------------------------------
+
+
+async def test_bad_requests_are_refused_before_they_run() -> None:
+    async with opened() as (engine, plugin):
+        cases = [
+            ("", SamplingParams(), InvalidParameter, "at least 1"),
+            ([257], SamplingParams(), InvalidParameter, "vocabulary has 257"),
+            ([-1], SamplingParams(), InvalidParameter, "-1"),
+            ([2**40], SamplingParams(), InvalidParameter, str(2**40)),
+            ([True], SamplingParams(), InvalidParameter, "prompt is True"),
+            ([1.5], SamplingParams(), InvalidParameter, "prompt is 1.5"),
+            ("x" * 256, SamplingParams(), ContextLengthExceeded, "has 256 tokens and at most 256"),
+            ("x" * 250, SamplingParams(max_tokens=100), ContextLengthExceeded, "lower max_tokens to 6"),
+            ("x", SamplingParams(logit_bias={257: 1.0}), InvalidParameter, "logit_bias is 257"),
+            ("x", SamplingParams(stop_token_ids=[999]), InvalidParameter, "stop_token_ids is 999"),
+            ("x" * 254, SamplingParams(min_tokens=9), InvalidParameter, "min_tokens is 9"),
+            ("x", SamplingParams(extra={"nope": {}}), UnsupportedParameter, "nope"),
+            ("x", SamplingParams(constraint="json"), UnsupportedParameter, "constraint"),
+        ]
+        for prompt, params, error, text in cases:
+            with pytest.raises(error, match=text):
+                await engine.generate(prompt, params)
+        with pytest.raises(UnsupportedParameter, match="adapter"):
+            await engine.generate("x", adapter="a")
+        with pytest.raises(InvalidParameter):
+            await engine.submit(["fine", ""])
+        assert not plugin.made[0].plans, "something ran"
+        full = await engine.generate("x" * 255, SamplingParams(max_tokens=1))
+        assert full.finish_reason in ("length", "stop")
+
+
+async def test_a_request_beyond_the_kv_pool_is_refused_at_intake() -> None:
+    async with opened(kv_cache_tokens=64) as (engine, _):
+        assert engine.max_model_len == 64
+        with pytest.raises(ContextLengthExceeded, match="at most 64"):
+            await engine.generate("x" * 64)
+        done = await engine.generate("x" * 10, SamplingParams(ignore_eos=True))
+        assert len(done.token_ids) == 54
+
+
+async def test_the_queue_is_bounded_and_a_refusal_leaves_no_trace() -> None:
+    async with opened(max_slots=1, max_queue=3, max_queue_per_client=2, max_queued_tokens=50) as (engine, _):
+        params = SamplingParams(max_tokens=100, ignore_eos=True)
+        running = await engine.submit(["a"], params)
+        while not engine.stats().running:
+            await asyncio.sleep(0)
+        await engine.submit(["b" * 40], params, client="me")
+        with pytest.raises(QueueFull, match="max_queued_tokens"):
+            await engine.submit(["c" * 20], params)
+        with pytest.raises(ClientLimitExceeded, match="'me'") as caught:
+            await engine.submit(["d", "e"], params, client="me")
+        assert caught.value.retry_after > 0
+        with pytest.raises(QueueFull, match="the limit is 4"):
+            await engine.submit(["f"], SamplingParams(max_tokens=5, n=3))
+        assert engine.stats().waiting == 1
+        for handle in list(engine._handles.values()):
+            handle.abort()
+        assert running.finished
+
+
+async def test_what_the_backend_lacks_is_warned_of_or_refused() -> None:
+    class Bare(SimBackend):
+        @property
+        def capabilities(self):
+            return slotline.Capabilities(block_sizes=(4,))
+
+    async with opened(Bare, depth=1) as (engine, _):
+        done = await engine.generate("x", SamplingParams(max_tokens=2, temperature=0.5, logprobs=3, prompt_logprobs=0))
+        assert sorted((w.code, w.param) for w in done.warnings) == [
+            ("logprobs_unsupported", "logprobs"),
+            ("prompt_logprobs_unsupported", "prompt_logprobs"),
+            ("temperature_unsupported", "temperature"),
+        ]
+        assert done.logprobs is None and done.prompt_logprobs is None
+        for name, value in {
+            "stop_token_ids": [1],
+            "min_tokens": 1,
+            "logit_bias": {1: 1.0},
+            "bad_words": ["a"],
+            "allowed_token_ids": [1],
+            "ignore_eos": True,
+        }.items():
+            with pytest.raises(UnsupportedParameter, match=name):
+                await engine.generate("x", SamplingParams(**{name: value}))
+        with pytest.raises(UnsupportedParameter, match="score"):
+            await engine.score(["x"])
+
+
+async def test_options_the_backend_lacks_are_refused_at_open() -> None:
+    for options, text in (
+        ({"block_size": 5}, "block_size is 5"),
+        ({"pipeline_depth": 2}, "up to 1"),
+        ({"quantization": "int3"}, "int3"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            async with opened(depth=1, **options):
+                pass
+
+
+# --- failure --------------------------------------------------------------------------
+
+
+class Failing(SimBackend):
+    """Raises at the steps it is told to; steps are counted over restarts."""
+
+    def __init__(self, fail_at: set[int], counter: list[int]) -> None:
+        super().__init__()
+        self.fail_at = fail_at
+        self.counter = counter
+
+    def launch(self, plan):
+        self.counter[0] += 1
+        if self.counter[0] in self.fail_at:
+            raise RuntimeError("injected")
+        return super().launch(plan)
+
+
+@both_depths
+async def test_a_step_that_raises_fails_its_requests_and_nobody_else(depth: int) -> None:
+    counter = [0]
+    async with opened(lambda: Failing({5}, counter), depth=depth, max_slots=2) as (engine, plugin):
+        params = [SamplingParams(seed=i, max_tokens=20, ignore_eos=True) for i in range(4)]
+        handles = [await engine.submit([f"p{i}"], p) for i, p in enumerate(params)]
+        results = await asyncio.gather(*(h.completions() for h in handles), return_exceptions=True)
+        assert [type(r) for r in results[:2]] == [StepFailed, StepFailed]
+        assert "injected" in str(results[0])
+        for i in (2, 3):
+            assert results[i][0].token_ids == answer(f"p{i}", i, 20, ())
+        assert engine.stats().restarts == 1 and len(plugin.made) == 2 and engine.health().ok
+
+
+async def test_two_failures_in_a_row_end_the_engine() -> None:
+    counter = [0]
+    async with opened(lambda: Failing({3, 4}, counter), max_slots=1) as (engine, _):
+        handles = [await engine.submit([f"p{i}"], SamplingParams(max_tokens=20, ignore_eos=True)) for i in range(3)]
+        results = await asyncio.gather(*(h.completions() for h in handles), return_exceptions=True)
+        assert [type(r) for r in results] == [StepFailed, StepFailed, EngineUnhealthy]
+        assert engine.health().status == "unhealthy"
+        with pytest.raises(EngineUnhealthy):
+            await engine.generate("x")
+
+
+@both_depths
+async def test_a_row_without_finite_logits_fails_alone(depth: int) -> None:
+    bad, good = "nan", "fine"
+    nan_token = answer(bad, 1, 6, ())[5]
+    expected = answer(good, 2, 20, ())
+    assert nan_token not in expected and nan_token not in answer(bad, 1, 5, ())
+    async with opened(lambda: SimBackend(nan_tokens=frozenset({nan_token})), depth=depth) as (engine, _):
+        failing, fine = await asyncio.gather(
+            engine.generate(bad, SamplingParams(seed=1, max_tokens=20, ignore_eos=True)),
+            engine.generate(good, SamplingParams(seed=2, max_tokens=20, ignore_eos=True)),
+            return_exceptions=True,
+        )
+        assert isinstance(failing, NumericalError)
+        assert fine.token_ids == expected
+        assert engine.stats().restarts == 0
+
+
+async def test_a_backend_that_cannot_load_says_so_and_leaves_no_thread() -> None:
+    import threading
+
+    class Broken(SimBackend):
+        def load(self, config, model):
+            raise ConfigError("too small")
+
+    with pytest.raises(ConfigError, match="too small"):
+        async with opened(Broken):
+            pass
+    for _ in range(1000):
+        if not any(t.name.startswith("slotline-backend") for t in threading.enumerate()):
+            break
+        await asyncio.sleep(0)
+
+
+# --- memory pressure ------------------------------------------------------------------
+
+
+@both_depths
+async def test_preempted_requests_answer_as_if_alone(depth: int) -> None:
+    async with opened(depth=depth, kv_cache_tokens=160, max_slots=8, block_size=4) as (engine, _):
+        prompts = [f"request {i:02d} " for i in range(12)]
+        done = await asyncio.gather(
+            *(engine.generate(p, SamplingParams(seed=i, max_tokens=50, ignore_eos=True)) for i, p in enumerate(prompts))
+        )
+        assert engine.stats().preemptions > 0
+        for i, completion in enumerate(done):
+            assert completion.token_ids == answer(prompts[i], i, 50, ())
+
+
+async def test_a_second_request_starts_from_the_cached_prefix() -> None:
+    async with opened(block_size=4) as (engine, plugin):
+        prompt = "a shared beginning of some length"
+        first = await engine.generate(prompt, SamplingParams(seed=1, max_tokens=8, ignore_eos=True))
+        second = await engine.generate(prompt, SamplingParams(seed=1, max_tokens=8, ignore_eos=True))
+        assert first.usage.cached_tokens == 0
+        assert second.usage.cached_tokens == 32
+        assert second.token_ids == first.token_ids
+        other = await engine.generate(prompt, SamplingParams(seed=1, max_tokens=8), cache_salt="other")
+        assert other.usage.cached_tokens == 0
+        assert plugin.made[0].plans[8].start.tolist() == [32]
+
+
+# --- observation ----------------------------------------------------------------------
+
+
+async def test_hook_slotline_observe_request() -> None:
+    async with opened() as (engine, plugin):
+        await engine.generate("seen", SamplingParams(max_tokens=3, ignore_eos=True), request_id="r", client="c")
+        kinds = [(e.kind, e.request_id, e.client, e.completion_tokens) for e in plugin.events]
+        assert kinds == [("admitted", "r", "c", 0), ("first_token", "r", "c", 1), ("finished", "r", "c", 3)]
+        assert plugin.events[-1].finish_reason == "length" and plugin.events[-1].prompt_tokens == 4
+
+
+async def test_statistics_reconcile() -> None:
+    async with opened() as (engine, _):
+        done = await asyncio.gather(*(engine.generate(f"p{i}", SamplingParams(max_tokens=7)) for i in range(10)))
+        stats = engine.stats()
+        tokens = sum(len(c.token_ids) for c in done)
+        assert stats.completion_tokens == stats.generated_tokens == tokens
+        assert stats.prompt_tokens == 20
+        assert sum(stats.requests_finished.values()) == 10
+        assert stats.histograms["time_to_first_token"].count == 10
+        assert stats.histograms["request_completion_tokens"].total == tokens
+        assert stats.total_blocks == stats.free_blocks + stats.cached_blocks
+
+
+async def test_two_engines_live_in_one_process() -> None:
+    async with opened() as (one, _), opened(depth=2) as (two, _):
+        a, b = await asyncio.gather(
+            one.generate("x", SamplingParams(seed=1, max_tokens=9)),
+            two.generate("x", SamplingParams(seed=2, max_tokens=9)),
+        )
+        assert (a.token_ids, b.token_ids) == (answer("x", 1, 9), answer("x", 2, 9))
+
+
+async def test_what_the_host_raises_leaves_as_it_is() -> None:
+    class HostError(Exception):
+        pass
+
+    with pytest.raises(HostError):
+        async with opened() as (engine, _):
+            await engine.submit(["x"], SamplingParams(max_tokens=100))
+            raise HostError
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05), opened():
+            await asyncio.Event().wait()
