@@ -15,10 +15,17 @@ the fixture ``model``.
 
 import pytest
 
-pytest.register_assert_rewrite(f"{__name__}.steps", f"{__name__}.step_suite", f"{__name__}.engine_suite")
+_SUITES = ("base", "engine_suite", "schedule_suite", "step_suite", "steps")
+pytest.register_assert_rewrite(*(f"{__name__}.{name}" for name in _SUITES))
 
-from slotline.testing.base import Conformance as Conformance  # noqa: E402 - after the line above
-from slotline.testing.step_suite import StepConformance as StepConformance  # noqa: E402
+from slotline.testing.base import Conformance as Conformance  # noqa: E402 - after the lines above
+from slotline.testing.engine_suite import AnswerConformance, CapabilityConformance  # noqa: E402
+from slotline.testing.schedule_suite import ScheduleConformance  # noqa: E402
+from slotline.testing.step_suite import StepConformance  # noqa: E402
 from slotline.testing.steps import StepDriver as StepDriver  # noqa: E402
 from slotline.testing.steps import Work as Work  # noqa: E402
 from slotline.testing.steps import check_result as check_result  # noqa: E402
+
+
+class BackendConformance(StepConformance, AnswerConformance, CapabilityConformance, ScheduleConformance):
+    """All that slotline expects of a backend: subclass it, and name the backend."""

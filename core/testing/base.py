@@ -10,7 +10,7 @@ import pytest
 
 from slotline.backend import Capabilities
 from slotline.config import EngineConfig
-from slotline.errors import ModelNotFound
+from slotline.loading import open_model
 from slotline.manager import PluginManager
 from slotline.model import Model
 from slotline.testing.steps import StepDriver
@@ -54,8 +54,9 @@ class Conformance:
         """Load the backend without an engine and close it afterwards."""
         config, manager = self.config(model, **options), PluginManager()
         try:
-            opened = open_model(config, manager)
-            backend = manager.backend(self.backend).create()
+            entry = manager.backend(self.backend)
+            opened = open_model(config, manager, entry)
+            backend = entry.create()
             info = backend.load(config, opened)
             try:
                 yield StepDriver(backend, info), opened
@@ -63,17 +64,6 @@ class Conformance:
                 backend.close()
         finally:
             manager.close()
-
-
-def open_model(config: EngineConfig, manager: PluginManager) -> Model:
-    """Open the model as an engine would: by the backend that brings its own, else through the hook."""
-    entry = manager.backend(config.backend)
-    if entry.open_model is not None:
-        return entry.open_model(config)
-    opened: Model | None = manager.hook.slotline_open_model(config=config, manager=manager)
-    if opened is None:
-        raise ModelNotFound(f"no plugin can open the model {config.model!r}")
-    return opened
 
 
 def prompt_ids(model: Model, length: int) -> list[int]:
