@@ -27,6 +27,7 @@ class Decoder:
         self._config = config
         self._weights = weights
         self._deterministic = deterministic
+        self._dtype = weights.embed.dtype
         self._rotated = (config.num_heads + config.num_kv_heads) * config.head_dim  # channels of q and k
 
     def hidden(self, pool: Tensor, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
@@ -39,39 +40,40 @@ class Decoder:
         """
         count = len(token_ids)
         w = self._weights
-        x = self._padded(functional.embedding(token_ids, w.embed))  # [T, C], T a multiple of TILE from here on
+        # The residual stream is float32 whatever the weights are: rounding it at every layer costs most accuracy.
+        x = self._padded(functional.embedding(token_ids, w.embed).float())  # [T, C]; T is now a multiple of TILE
         rotation = self._padded(w.rotation.index_select(0, positions)).unsqueeze(1)  # [T, 1, D / 2]
         for layer, layer_pool in zip(w.layers, pool, strict=True):
             q, kv = self._by_tile(lambda a, r, layer=layer: self._before(layer, a, r), x, rotation)
             answered = attention(layer_pool, q[:count], kv[:count])  # [T, H D]
             (x,) = self._by_tile(lambda a, y, layer=layer: (self._after(layer, a, y),), x, self._padded(answered))
-        (x,) = self._by_tile(lambda a: (self._norm(a, w.final_norm),), x)
+        (x,) = self._by_tile(lambda a: (self._norm(a, w.final_norm).to(self._dtype),), x)
         return x[:count]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return [T, V] in float32 for hidden states [T, C]."""
         (logits,) = self._by_tile(lambda a: (self._weights.head(a),), self._padded(hidden))
-        return logits[: len(hidden)].float()
+        return logits[: len(hidden)]
 
     def _before(self, layer: Layer, x: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
         """Return queries [T, H, D], and keys and values [T, 2 * K * D]."""
         c = self._config
-        qkv = layer.qkv(self._norm(x, layer.attn_norm))  # [T, (H + 2 K) D]
+        qkv = layer.qkv(self._norm(x, layer.attn_norm).to(self._dtype))  # [T, (H + 2 K) D]
         qk = qkv[:, : self._rotated].view(len(x), -1, c.head_dim)  # [T, H + K, D]
         if layer.q_norm is not None and layer.k_norm is not None:
             queries, keys = qk[:, : c.num_heads], qk[:, c.num_heads :]
             qk = torch.cat([self._norm(queries, layer.q_norm), self._norm(keys, layer.k_norm)], 1)
-        qk = _rotate(qk, rotation)
+        qk = _rotate(qk, rotation).to(self._dtype)
         kv = torch.cat([qk[:, c.num_heads :].flatten(1), qkv[:, self._rotated :]], 1)
         return qk[:, : c.num_heads], kv
 
     def _after(self, layer: Layer, x: Tensor, answered: Tensor) -> Tensor:
         x = x + layer.out(answered)
-        gate, up = layer.gate_up(self._norm(x, layer.mlp_norm)).chunk(2, -1)
+        gate, up = layer.gate_up(self._norm(x, layer.mlp_norm).to(self._dtype)).chunk(2, -1)
         return x + layer.down(self._weights.activation(gate) * up)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return functional.rms_norm(x, weight.shape, weight, self._config.rms_eps)
+        return functional.rms_norm(x.float(), weight.shape, weight, self._config.rms_eps)
 
     def _padded(self, x: Tensor) -> Tensor:
         missing = -len(x) % TILE if self._deterministic else 0
@@ -86,10 +88,10 @@ class Decoder:
 
 
 def _tiles(inputs: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, ...]]:
-    return zip(*(x.split(TILE) for x in inputs), strict=True)
+    return zip(*(torch.split(x, TILE) for x in inputs), strict=True)
 
 
 def _rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Turn channel pairs of [T, heads, D] by unit complex numbers [T, 1, D / 2]."""
+    """Turn channel pairs of [T, heads, D] by unit complex numbers [T, 1, D / 2], in float32."""
     pairs = torch.view_as_complex(x.float().view(*x.shape[:-1], -1, 2))
-    return torch.view_as_real(pairs * rotation).flatten(-2).to(x.dtype)
+    return torch.view_as_real(pairs * rotation).flatten(-2)

@@ -13,7 +13,7 @@ UIntArray = npt.NDArray[np.uint32]
 
 _ROUNDS = 10
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
-_WEYL = (np.uint32(0x9E3779B9), np.uint32(0xBB67AE85))
+_WEYL = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
 _LOW = np.uint64(0xFFFFFFFF)
 _SHIFT = np.uint64(32)
 
@@ -23,12 +23,12 @@ PURPOSE_DRAW = 0  # the counter's third word; another use of the same seed and p
 def philox4x32(counter: UIntArray, key: UIntArray) -> UIntArray:
     """Return [..., 4] random words for counters [..., 4] under keys [..., 2]."""
     c0, c1, c2, c3 = (counter[..., i].astype(np.uint32) for i in range(4))
-    k0, k1 = (key[..., i].astype(np.uint32) for i in range(2))
+    k0, k1 = (key[..., i].astype(np.uint64) for i in range(2))
     for _ in range(_ROUNDS):
         first = c0.astype(np.uint64) * _MULTIPLIERS[0]
         second = c2.astype(np.uint64) * _MULTIPLIERS[1]
-        c0, c1, c2, c3 = _high(second) ^ c1 ^ k0, _low(second), _high(first) ^ c3 ^ k1, _low(first)
-        k0, k1 = k0 + _WEYL[0], k1 + _WEYL[1]  # wraps around, as it should
+        c0, c1, c2, c3 = _high(second) ^ c1 ^ _low(k0), _low(second), _high(first) ^ c3 ^ _low(k1), _low(first)
+        k0, k1 = k0 + _WEYL[0], k1 + _WEYL[1]  # 64 bits wide, of which only the lower half is used
     return np.stack([c0, c1, c2, c3], axis=-1)
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from slotline.errors import CheckpointError
 from slotline.plugins.models.decoder import DecoderConfig, rope_inv_freq
-from slotline.plugins.torch_backend.linear import Linear, linear_kind
+from slotline.plugins.torch_backend.linear import Head, Linear, linear_kind
 
 if TYPE_CHECKING:
     from slotline.plugins.models.checkpoint import Checkpoint
@@ -30,7 +30,7 @@ _ACTIVATIONS: dict[str, Activation] = {
 class Layer:
     """One layer. Projections that read the same input are one matrix."""
 
-    attn_norm: Tensor  # [C]
+    attn_norm: Tensor  # [C] float32, as all norms are
     qkv: Linear  # [T, C] to [T, (H + 2 K) D]
     q_norm: Tensor | None  # [D]
     k_norm: Tensor | None  # [D]
@@ -52,7 +52,7 @@ class Weights:
     embed: Tensor  # [V, C]
     layers: tuple[Layer, ...]
     final_norm: Tensor  # [C]
-    head: Linear  # [T, C] to [T, V]
+    head: Linear  # [T, C] to [T, V] float32
     rotation: Tensor  # [positions, D / 2] complex64
     activation: Activation
     nbytes: int
@@ -73,12 +73,11 @@ def load_weights(checkpoint: Checkpoint, *, device: torch.device, dtype: torch.d
     reader = _Reader(checkpoint, device, dtype)
     layers = tuple(_layer(reader, f"layers.{i}.", config) for i in range(config.num_layers))
     embed = reader.tensor("embed")
-    tied = reader.keeps_embedding_as_head
-    head = reader.linear_of(embed if config.tie_embeddings else reader.read("lm_head"), None, counted=not tied)
+    head = reader.head(embed if config.tie_embeddings else None)
     return Weights(
         embed=embed,
         layers=layers,
-        final_norm=reader.tensor("final_norm"),
+        final_norm=reader.norm("final_norm"),
         head=head,
         rotation=_rotation(config, positions).to(device),
         activation=activation,
@@ -96,11 +95,6 @@ class _Reader:
         self._kind = linear_kind(device, dtype)
         self.nbytes = 0
 
-    @property
-    def keeps_embedding_as_head(self) -> bool:
-        """Tell whether a tied head is the embedding itself, and not a packed copy of it."""
-        return self._checkpoint.config.tie_embeddings and self._kind.__name__ == "PlainLinear"
-
     def read(self, name: str) -> Tensor:
         return self._checkpoint.tensor(name).to(self._dtype)
 
@@ -109,10 +103,17 @@ class _Reader:
         self.nbytes += moved.nbytes
         return moved
 
-    def linear_of(self, weight: Tensor, bias: Tensor | None, *, counted: bool = True) -> Linear:
-        weight = weight.to(self._device)
-        self.nbytes += weight.nbytes * counted + (0 if bias is None else bias.nbytes)
-        return self._kind(weight, None if bias is None else bias.to(self._device))
+    def norm(self, name: str) -> Tensor:
+        """Return a norm's weight in float32, in which norms are computed."""
+        moved = self._checkpoint.tensor(name).float().to(self._device)
+        self.nbytes += moved.nbytes
+        return moved
+
+    def head(self, embed: Tensor | None) -> Linear:
+        """Return the head; tied to the embedding, if that is given."""
+        head = Head(self.tensor("lm_head") if embed is None else embed, self._kind)
+        self.nbytes += head.own_bytes
+        return head
 
     def linear(self, prefix: str, parts: str, *, biased: bool, pairs: tuple[str, ...] = ()) -> Linear:
         """Join matrices by their outputs; those in ``pairs`` get their rotary channels side by side."""
@@ -122,20 +123,23 @@ class _Reader:
             found = [(part, self.read(f"{prefix}{part}{suffix}")) for part in parts.split()]
             return torch.cat([in_pairs(t, head_dim) if part in pairs else t for part, t in found])
 
-        return self.linear_of(joined(""), joined("_bias") if biased else None)
+        weight = joined("").to(self._device)
+        bias = joined("_bias").to(self._device) if biased else None
+        self.nbytes += weight.nbytes + (0 if bias is None else bias.nbytes)
+        return self._kind(weight, bias)
 
 
 def _layer(reader: _Reader, prefix: str, config: DecoderConfig) -> Layer:
     def head_norm(name: str) -> Tensor | None:
-        return in_pairs(reader.tensor(prefix + name), config.head_dim) if config.qk_norm else None
+        return in_pairs(reader.norm(prefix + name), config.head_dim) if config.qk_norm else None
 
     return Layer(
-        attn_norm=reader.tensor(f"{prefix}attn_norm"),
+        attn_norm=reader.norm(f"{prefix}attn_norm"),
         qkv=reader.linear(prefix, "q k v", biased=config.attention_bias, pairs=("q", "k")),
         q_norm=head_norm("q_norm"),
         k_norm=head_norm("k_norm"),
         out=reader.linear(prefix, "o", biased=config.attention_bias),
-        mlp_norm=reader.tensor(f"{prefix}mlp_norm"),
+        mlp_norm=reader.norm(f"{prefix}mlp_norm"),
         gate_up=reader.linear(prefix, "gate up", biased=config.mlp_bias),
         down=reader.linear(prefix, "down", biased=config.mlp_bias),
     )
