@@ -54,6 +54,7 @@ def find_architecture(registered: Mapping[str, Architecture], name: object, *, k
     )
 
 
+_MAX_LAYERS = 4096  # a damaged number would keep us busy naming tensors
 _SCALING_TYPES = "linear, llama3"
 
 
@@ -168,6 +169,10 @@ def checked(config: DecoderConfig, where: str) -> DecoderConfig:
     if config.num_heads % config.num_kv_heads:
         raise CheckpointError(
             f"{where}: {config.num_heads} attention heads cannot share {config.num_kv_heads} key-value heads"
+        )
+    if config.num_layers > _MAX_LAYERS:
+        raise CheckpointError(
+            f"{where}: {config.num_layers} layers are not plausible; the file is damaged, fetch it again"
         )
     if config.head_dim % 2:
         raise CheckpointError(f"{where}: head_dim is {config.head_dim}; rotary embeddings need an even number")

@@ -24,6 +24,7 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _STRING, _ARRAY = 8, 9
 _PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
 _MAX_DIMS = 8
+_MAX_NAME = 256
 _MAX_NESTING = 4
 
 
@@ -32,14 +33,14 @@ class _Cursor:
 
     def __init__(self, data: mmap.mmap, name: str) -> None:
         self.data = data
-        self.name = name
+        self.name_of_file = name
         self.at = 0
 
     def need(self, count: int, what: str) -> None:
         left = len(self.data) - self.at
         if count > left:
             raise CheckpointError(
-                f"{self.name} is truncated or damaged: {what} at byte {self.at} claims {count} bytes, {left} are left; "
+                f"{self.name_of_file} is truncated or damaged: {what} at byte {self.at} claims {count} bytes, {left} are left; "
                 "fetch the file again"
             )
 
@@ -57,6 +58,13 @@ class _Cursor:
         # Vocabularies may hold byte fragments; they never match text, whatever they are shown as.
         return self.data[self.at - length : self.at].decode("utf-8", errors="replace")
 
+    def name(self, what: str) -> str:
+        """Read the name of a key or tensor, which is short and printable unless the file is damaged."""
+        text = self.string(what)
+        if not text.isprintable() or len(text) > _MAX_NAME:
+            raise CheckpointError(f"{self.name_of_file} is damaged: {what} is not a name; fetch the file again")
+        return text
+
     def value(self, kind: int, what: str, depth: int = 0) -> Any:  # noqa: ANN401 - any metadata type
         if kind in _SCALARS:
             return self.scalar(_SCALARS[kind], what)
@@ -64,7 +72,9 @@ class _Cursor:
             return self.string(what)
         if kind == _ARRAY and depth < _MAX_NESTING:
             return self._array(what, depth)
-        raise CheckpointError(f"{self.name} is damaged: {what} has the unknown type {kind}; fetch the file again")
+        raise CheckpointError(
+            f"{self.name_of_file} is damaged: {what} has the unknown type {kind}; fetch the file again"
+        )
 
     def _array(self, what: str, depth: int) -> list[Any]:
         kind, count = self.scalar("I", what), self.scalar("Q", what)
@@ -150,7 +160,7 @@ class GGUFFile:
         cursor.need(count * 13, "the metadata")  # a pair takes 13 bytes at least
         pairs: dict[str, Any] = {}
         for _ in range(count):
-            key = cursor.string("a metadata key")
+            key = cursor.name("a metadata key")
             pairs[key] = cursor.value(cursor.scalar("I", key), key)
         return pairs
 
@@ -165,7 +175,7 @@ class GGUFFile:
         cursor.need(count * 24, "the tensor list")  # an entry takes 24 bytes at least
         infos = []
         for _ in range(count):
-            name = cursor.string("a tensor name")
+            name = cursor.name("a tensor name")
             dims = cursor.scalar("I", name)
             if dims > _MAX_DIMS:
                 raise CheckpointError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -95,9 +96,8 @@ def _fetched(repo: str, revision: str | None, file: str | None, config: EngineCo
             f"{repo} is gated: accept its terms at the hub and set HF_TOKEN to a token that may read it"
         ) from error
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
-        raise ModelNotFound(
-            f"the hub has no model {repo!r}{f' at revision {revision!r}' if revision else ''}, or HF_TOKEN may not see it"
-        ) from error
+        at = f" at revision {revision!r}" if revision else ""
+        raise ModelNotFound(f"the hub has no model {repo!r}{at}, or HF_TOKEN may not see it") from error
     except errors.HFValidationError as error:
         raise ModelNotFound(f"{repo!r} is not a Hugging Face id: {error}") from error
     except Exception as error:  # which transport errors there are depends on the library's version
@@ -172,9 +172,7 @@ def _first_line(error: Exception) -> str:
 
 def _bars(advance: Advance) -> Any:  # noqa: ANN401 - a class made here
     """Return a stand-in for the hub library's bars that only passes on how many bytes came."""
-    from huggingface_hub import utils
-
-    base: Any = utils.tqdm
+    base: Any = importlib.import_module("huggingface_hub.utils").tqdm
 
     class Forwarding(base):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401

@@ -108,6 +108,6 @@ def _add_tokens(tokenizer: Tokenizer, config: dict[str, Any]) -> None:
         got = tokenizer.token_to_id(entry["content"])
         if got != wanted:
             raise TokenizerError(
-                f"tokenizer_config.json gives token {entry['content']!r:.40} the id {wanted}, but tokenizer.json ends so "
-                f"that it would be {got}; the files are of different models"
+                f"tokenizer_config.json gives token {entry['content']!r:.40} the id {wanted}, after tokenizer.json "
+                f"it gets {got}; the files are of different models"
             )
