@@ -40,6 +40,7 @@ BUILTINS: tuple[str, ...] = (
     "slotline.plugins.models",
     "slotline.plugins.processors",
     "slotline.plugins.prometheus",
+    "slotline.plugins.request_log",
     "slotline.apis.openai",
     "slotline.apis.cli",
 )

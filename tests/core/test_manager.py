@@ -205,9 +205,9 @@ def test_same_plugin_twice_is_refused(manager):
 
 def test_registry_is_filled_once_and_only_when_asked_for(manager):
     calls = []
-    manager.register(make(slotline_register_samplers=lambda register: calls.append(register("s", 1))), "one")
+    manager.register(make(slotline_register_formats=lambda register: calls.append(register("s", 1))), "one")
     assert calls == []
-    assert manager.registry("samplers") == {"s": 1} == manager.registry("samplers")
+    assert manager.registry("formats") == {"s": 1} == manager.registry("formats")
     assert len(calls) == 1
 
 
@@ -225,8 +225,8 @@ def test_every_kind_has_its_hook(manager):
 
 
 def test_unknown_kind_is_a_key_error_with_a_hint(manager):
-    with pytest.raises(KeyError, match="did you mean 'samplers'"):
-        manager.registry("sampler")
+    with pytest.raises(KeyError, match="did you mean 'formats'"):
+        manager.registry("format")
 
 
 def test_objects_go_by_their_own_names(manager):
@@ -245,9 +245,9 @@ def test_duplicate_names_both_plugins(manager):
 
 
 def test_raising_hook_names_the_plugin(manager):
-    manager.register(make(slotline_register_samplers=lambda register: register("no object")), "one")
-    with pytest.raises(PluginError, match="plugin 'one' failed in slotline_register_samplers: TypeError"):
-        manager.registry("samplers")
+    manager.register(make(slotline_register_formats=lambda register: register("no object")), "one")
+    with pytest.raises(PluginError, match="plugin 'one' failed in slotline_register_formats: TypeError"):
+        manager.registry("formats")
 
 
 def test_managers_do_not_share_anything(manager, monkeypatch):
