@@ -61,6 +61,7 @@ class RequestQueue:
             QueueFull: the engine's caps are reached.
             ClientLimitExceeded: the client's cap is reached.
         """
+        self._check_client(group)
         if self.live + len(group) > self.max_live:
             raise QueueFull(
                 f"{self.live} sequences are live and {len(group)} more were asked for; the limit is {self.max_live} "
@@ -74,7 +75,6 @@ class RequestQueue:
                 f"{self.max_tokens} (max_queued_tokens). Try again later",
                 retry_after=RETRY_AFTER,
             )
-        self._check_client(group)
 
     def _check_client(self, group: Seq[SequenceRequest]) -> None:
         if self.max_per_client is None:

@@ -155,9 +155,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def answers_are_exact(self):
         for seq_id, answer in getattr(self, "answers", {}).items():
             r = self.requests[seq_id]
-            expected = sim_answer(
-                r.token_ids.tolist(), r.seed, r.max_tokens, VOCAB, r.stop_ids, r.params.min_tokens
-            )
+            expected = sim_answer(r.token_ids.tolist(), r.seed, r.max_tokens, VOCAB, r.stop_ids, r.params.min_tokens)
             assert answer == expected[: len(answer)]
             if seq_id in self.ended:
                 assert answer == expected
