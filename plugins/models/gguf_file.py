@@ -40,8 +40,8 @@ class _Cursor:
         left = len(self.data) - self.at
         if count > left:
             raise CheckpointError(
-                f"{self.name_of_file} is truncated or damaged: {what} at byte {self.at} claims {count} bytes, {left} are left; "
-                "fetch the file again"
+                f"{self.name_of_file} is truncated or damaged: {what} at byte {self.at} claims {count} bytes, "
+                f"{left} are left; fetch the file again"
             )
 
     def scalar(self, code: str, what: str) -> Any:  # noqa: ANN401 - any scalar type

@@ -121,7 +121,7 @@ class FastTokenizer:
         if add_special and not own:
             ids = self._wrap(ids)
         spelt = parse_special and self._bos_id is not None and text.startswith(self.special.bos)
-        if spelt and add_special and ids[:2] == [self._bos_id] * 2:
+        if spelt and add_special and _count_first(ids) > _count_spelt(text, self.special.bos):
             del ids[0]
         return ids
 
@@ -170,6 +170,19 @@ class FastTokenizer:
         if self.special.add_eos and self._eos_id is not None:
             ids = [*ids, self._eos_id]
         return ids
+
+
+def _count_first(ids: list[int]) -> int:
+    """Return how often the first id is repeated at the start."""
+    return next((n for n, i in enumerate(ids) if i != ids[0]), len(ids))
+
+
+def _count_spelt(text: str, token: str) -> int:
+    """Return how often ``text`` starts with ``token``."""
+    count = 0
+    while text.startswith(token, count * len(token)):
+        count += 1
+    return count
 
 
 def _control_tokens(spec: dict[str, Any]) -> list[ControlToken]:

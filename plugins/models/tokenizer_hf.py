@@ -20,30 +20,31 @@ def tokenizer_from_folder(folder: Path) -> FastTokenizer:
         TokenizerError: there is none, or it is damaged or of an unknown kind.
     """
     config = _config(folder)
-    tokenizer, add_bos = _tokenizer(folder)
+    tokenizer, complete = _tokenizer(folder)
     _add_tokens(tokenizer, config)
     special = SpecialTokens(
         bos=_spelling(config, "bos_token"),
         eos=_spelling(config, "eos_token"),
-        add_bos=_flag(config, "add_bos_token", add_bos),
-        add_eos=_flag(config, "add_eos_token", None if add_bos is None else False),
+        # The post-processor of tokenizer.json knows; transformers 5 reads these flags without one only, too.
+        add_bos=None if complete else _flag(config, "add_bos_token", True),
+        add_eos=None if complete else _flag(config, "add_eos_token", False),
     )
     for name, text in (("bos_token", special.bos), ("eos_token", special.eos)):
         if text and tokenizer.token_to_id(text) is None:
             raise TokenizerError(f"tokenizer_config.json: {name} is {text!r:.80}, which is no token of the tokenizer")
-    return FastTokenizer(tokenizer, _completed(special))
+    return FastTokenizer(tokenizer, special)
 
 
-def _tokenizer(folder: Path) -> tuple[Tokenizer, bool | None]:
-    """Return the tokenizer, and whether it begins with the begin token (None: its post-processor knows)."""
+def _tokenizer(folder: Path) -> tuple[Tokenizer, bool]:
+    """Return the tokenizer, and whether it is complete with its post-processor."""
     fast, pieces = folder / "tokenizer.json", folder / "tokenizer.model"
     if fast.is_file():
         try:
-            return Tokenizer.from_file(str(fast)), None
+            return Tokenizer.from_file(str(fast)), True
         except Exception as error:  # the library raises plain Exception
             raise TokenizerError(f"{fast} cannot be read: {error}; fetch it again") from error
     if pieces.is_file():
-        return tokenizer_from_sentencepiece(pieces), True
+        return tokenizer_from_sentencepiece(pieces), False
     raise TokenizerError(f"{folder} has no tokenizer; expected tokenizer.json or tokenizer.model beside the weights")
 
 
@@ -71,16 +72,11 @@ def _spelling(config: dict[str, Any], key: str) -> str:
     return text
 
 
-def _flag(config: dict[str, Any], key: str, default: bool | None) -> bool | None:
+def _flag(config: dict[str, Any], key: str, default: bool) -> bool:
     value = config.get(key, default)
-    return value if isinstance(value, bool) else default
-
-
-def _completed(special: SpecialTokens) -> SpecialTokens:
-    """Give both switches a value where one has: the post-processor is then not used."""
-    if special.add_bos is None and special.add_eos is None:
-        return special
-    return SpecialTokens(bos=special.bos, eos=special.eos, add_bos=bool(special.add_bos), add_eos=bool(special.add_eos))
+    if not isinstance(value, bool):
+        raise TokenizerError(f"tokenizer_config.json: {key} is {value!r:.80}; allowed: true or false")
+    return value
 
 
 def _add_tokens(tokenizer: Tokenizer, config: dict[str, Any]) -> None:
