@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from slotline.apis.cli.console import make_stdout_safe, say, write
+from slotline.apis.cli.console import make_streams_safe, say, write
 from slotline.apis.cli.options import engine_options, sampling_options
 from slotline.apis.cli.session import Session, open_session
 from slotline.config import EngineConfig
@@ -66,11 +66,11 @@ def chat(config: EngineConfig, sampling: dict[str, Any], system: str | None) -> 
     Where stdin is piped, each line of it is a turn of one conversation, answers are greedy unless
     an option says otherwise, and stdout has the answers alone.
     """
-    make_stdout_safe()
+    make_streams_safe()
     interactive = sys.stdin.isatty()
-    if not interactive:
-        sampling.setdefault("temperature", 0.0)
     with open_session(config) as session:
+        if not interactive and "temperature" in session.engine.capabilities.params:
+            sampling.setdefault("temperature", 0.0)
         conversation = Conversation(session, sampling, system)
         if interactive:
             _talk(conversation, session.engine.model.name)

@@ -50,8 +50,8 @@ def write(text: str) -> None:
     sys.stdout.flush()
 
 
-def make_stdout_safe() -> None:
-    """Let answers contain any character, whatever the locale says: UTF-8 into pipes, no error anywhere."""
-    out = sys.stdout
-    if isinstance(out, io.TextIOWrapper):
-        out.reconfigure(encoding=None if out.isatty() else "utf-8", errors="replace")
+def make_streams_safe() -> None:
+    """Let texts contain any character, whatever the locale says: UTF-8 in pipes, no error anywhere."""
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding=None if stream.isatty() else "utf-8", errors="replace")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -18,6 +19,12 @@ from slotline.errors import SlotlineError
 from slotline.manager import PluginManager
 
 PACKAGES = ("torch", "triton", "tokenizers", "safetensors", "gguf", "huggingface_hub", "starlette", "uvicorn", "pluggy")
+
+_PROBE = """
+import torch
+names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+print(", ".join(names) or "none that torch can use")
+"""
 
 
 @click.command()
@@ -35,6 +42,7 @@ def _lines(advice: list[str]) -> Iterator[str]:
     yield f"slotline  {slotline.__version__}, Python {platform.python_version()}, {platform.system()}"
     for package in PACKAGES:
         yield f"{package}  {_version(package)}"
+    yield f"GPUs  {_gpus()}"
     try:
         manager = PluginManager()
         yield f"plugins  {', '.join(info.name for info in manager.plugins()) or 'none'}"
@@ -73,6 +81,13 @@ def _devices(entry: BackendEntry) -> str:
         return ", ".join(backend.capabilities.devices)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
+
+
+def _gpus() -> str:
+    """Ask torch in a process of its own: a broken driver may end that one."""
+    done = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, check=False)
+    lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
+    return lines[-1] if lines else f"torch ended with code {done.returncode}"
 
 
 def _version(package: str) -> str:

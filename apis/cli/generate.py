@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from slotline.apis.cli.console import make_stdout_safe, write
+from slotline.apis.cli.console import make_streams_safe, write
 from slotline.apis.cli.options import engine_options, sampling_options
 from slotline.apis.cli.session import open_session
 from slotline.config import EngineConfig
@@ -23,11 +23,11 @@ def generate(config: EngineConfig, sampling: dict[str, Any], prompt: str | None)
 
     The text is --prompt, or all of stdin without its last line break. stdout has the continuation alone.
     """
+    make_streams_safe()
     if prompt is None:
         if sys.stdin.isatty():
             raise click.UsageError("give --prompt, or pipe a text in")
         prompt = sys.stdin.read().removesuffix("\n")
-    make_stdout_safe()
     with open_session(config) as session:
         for piece in session.stream(prompt, SamplingParams(**sampling)):
             write(piece)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 import sys
 from typing import TYPE_CHECKING, Any
@@ -98,7 +99,8 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
-        raise CommandFailed(f"cannot listen on {host} port {port}: {error.strerror or error}") from None
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or str(error)
+        raise CommandFailed(f"cannot listen on {host} port {port}: {reason}") from None
 
 
 def _ready_line(engine: Engine, listener: socket.socket, names: tuple[str, ...]) -> str:
