@@ -174,7 +174,8 @@ class Service:
 def public_name(name: str) -> str:
     """Return the name by which a model is served: of a path on this machine, its last part."""
     if re.match(r"[/~.]|[A-Za-z]:[\\/]", name):
-        return re.split(r"[\\/]", name.rstrip("\\/"))[-1] or "model"
+        last = re.split(r"[\\/]", name.rstrip("\\/"))[-1]
+        return last if last.strip(".~") else "model"
     return name
 
 
