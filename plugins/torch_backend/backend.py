@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -49,7 +49,7 @@ class TorchBackend:
     """
 
     def __init__(self) -> None:
-        self.processors: dict[str, ProcessorFactory] = {}
+        self.processors: Mapping[str, ProcessorFactory] = {}
         self._runner: Runner | None = None
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -12,21 +12,28 @@ from torch import Tensor
 WIDTHS = (64, 1024)  # how many of the best are looked at before a row is sorted whole
 
 
-def keep_best(scores: Tensor, counts: npt.NDArray[np.int64], thresholds: npt.NDArray[np.float32]) -> None:
-    """Keep each row's ``counts`` best scores; set the others to -inf.
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Where each of R rows is cut off.
 
-    Args:
-        scores: [R, V], changed in place.
-        counts: [R] how many stay.
-        thresholds: [R] the score of the last one that stays.
+    Attributes:
+        counts: [R] how many of the best stay.
+        lasts: [R] the score of the last one that stays.
+        tied: [R] true where others may have that score, too.
     """
-    limit = torch.from_numpy(thresholds).to(scores.device)[:, None]
-    at_least = (scores >= limit).sum(-1).cpu().numpy()
-    scores.masked_fill_(scores < limit, float("-inf"))
-    for i in np.flatnonzero(at_least > counts).tolist():
-        tied = (scores[i] == limit[i]).nonzero().squeeze(-1)  # ids in rising order
-        above = int(at_least[i]) - len(tied)
-        scores[i, tied[int(counts[i]) - above :]] = float("-inf")
+
+    counts: npt.NDArray[np.int64]
+    lasts: npt.NDArray[np.float32]
+    tied: npt.NDArray[np.bool_]
+
+
+def keep_best(scores: Tensor, cut: Cut) -> None:
+    """Set every score [R, V] behind the cut to -inf, in place."""
+    scores.masked_fill_(scores < torch.from_numpy(cut.lasts).to(scores.device)[:, None], float("-inf"))
+    for i in np.flatnonzero(cut.tied).tolist():
+        equal = (scores[i] == float(cut.lasts[i])).nonzero().squeeze(-1)  # ids in rising order
+        above = int((scores[i] > float(cut.lasts[i])).sum())
+        scores[i, equal[int(cut.counts[i]) - above :]] = float("-inf")
 
 
 def best(values: Tensor, width: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
@@ -45,10 +52,8 @@ def best(values: Tensor, width: int) -> tuple[npt.NDArray[np.float32], npt.NDArr
     return top, ids
 
 
-def nucleus(
-    scores: Tensor, top_k: npt.NDArray[np.int64], top_p: npt.NDArray[np.float64]
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """Return how many of each row's best stay under top_k, then top_p, and the last one's score.
+def nucleus(scores: Tensor, top_k: npt.NDArray[np.int64], top_p: npt.NDArray[np.float64]) -> Cut:
+    """Find where top_k, then top_p cut each row off.
 
     A token is dropped when the tokens before it hold at least top_p of the mass that top_k left.
 
@@ -57,41 +62,52 @@ def nucleus(
         top_k: [R] at least 1; V is off.
         top_p: [R] 1 is off.
     """
-    counts, lasts = np.zeros(len(scores), np.int64), np.zeros(len(scores), np.float32)
-    rest = np.arange(len(scores))
-    for width in _widths(scores.shape[-1]):
-        part = scores if len(rest) == len(scores) else scores[torch.from_numpy(rest).to(scores.device)]
-        count, last, known = _prefix(part, width, top_k[rest], top_p[rest])
-        counts[rest[known]], lasts[rest[known]] = count[known], last[known]
+    size = len(scores)
+    cut = Cut(np.zeros(size, np.int64), np.zeros(size, np.float32), np.zeros(size, bool))
+    rest = np.arange(size)
+    for width in (*(w for w in WIDTHS if w < scores.shape[-1]), scores.shape[-1]):
+        part = scores if len(rest) == size else scores[torch.from_numpy(rest).to(scores.device)]
+        known = _cut_within(part, width, top_k[rest], top_p[rest], cut, rest)
         rest = rest[~known]
         if not len(rest):
             break
-    return counts, lasts
+    return cut
 
 
-def _widths(vocab: int) -> Iterable[int]:
-    yield from (w for w in WIDTHS if w < vocab)
-    yield vocab
-
-
-def _prefix(
-    scores: Tensor, width: int, top_k: npt.NDArray[np.int64], top_p: npt.NDArray[np.float64]
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], npt.NDArray[np.bool_]]:
-    """Decide from the ``width`` best; the last array tells for which rows they were enough."""
+def _cut_within(
+    scores: Tensor,
+    width: int,
+    top_k: npt.NDArray[np.int64],
+    top_p: npt.NDArray[np.float64],
+    cut: Cut,
+    places: npt.NDArray[np.int64],
+) -> npt.NDArray[np.bool_]:
+    """Fill in ``cut`` at ``places`` from the ``width`` best, and return for which rows they were enough."""
     vocab = scores.shape[-1]
     top = scores.topk(width).values  # [R, width]
-    peak = top[:, :1].double()
-    mass = torch.exp(top.double() - peak).cumsum(-1).cpu().numpy()
-    top_host = top.cpu().numpy()
+    mass = torch.exp(top.double() - top[:, :1]).cumsum(-1).cpu().numpy()  # in units of the best one's
     lines = np.arange(len(scores))
     total = mass[lines, np.minimum(top_k, width) - 1]
-    whole = np.flatnonzero((top_k >= vocab) & (top_p < 1.0))  # their mass is that of the whole row
+    whole = np.flatnonzero((top_k >= vocab) & (top_p < 1.0))
     if len(whole):
-        select = torch.from_numpy(whole).to(scores.device)
-        total[whole] = torch.exp(scores[select].double() - peak[select]).sum(-1).cpu().numpy()
+        total[whole] = _mass_of_all(scores[torch.from_numpy(whole).to(scores.device)])
     # The first token always stays; the one after position j stays while mass[j] is under the limit.
-    kept = 1 + (mass < (top_p * total)[:, None]).sum(-1)
-    known = (top_k <= width) | ((top_k >= vocab) & (top_p < 1.0) & (kept <= width)) | (width == vocab)
-    kept = np.minimum(np.where(top_p < 1.0, kept, top_k), np.minimum(top_k, vocab))
-    count = np.minimum(kept, width)
-    return count, top_host[lines, count - 1], known
+    by_mass = 1 + (mass < (top_p * total)[:, None]).sum(-1)
+    known = (top_k <= width) | ((top_k >= vocab) & (top_p < 1.0) & (by_mass <= width)) | (width == vocab)
+    counts = np.minimum(np.where(top_p < 1.0, np.minimum(by_mass, top_k), top_k), width)
+    ranked = top.cpu().numpy()
+    lasts = ranked[lines, counts - 1]
+    following = ranked[lines, np.minimum(counts, width - 1)]
+    cut.counts[places], cut.lasts[places] = counts, lasts
+    cut.tied[places] = (counts < vocab) & (following == lasts)  # also where all that was looked at stays
+    enough: npt.NDArray[np.bool_] = known
+    return enough
+
+
+def _mass_of_all(scores: Tensor) -> npt.NDArray[np.float64]:
+    """Return [R] the sum of each row's probabilities in units of its largest.
+
+    Softmax goes row by row in one order; a plain sum may be split among threads when there is one row.
+    """
+    shares: npt.NDArray[np.float32] = torch.softmax(scores, -1).amax(-1).cpu().numpy()
+    return 1.0 / shares.astype(np.float64)

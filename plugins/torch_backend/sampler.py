@@ -182,7 +182,7 @@ def _truncate(scores: Tensor, rows: Sequence[Row]) -> None:
     if len(cut):
         index = torch.from_numpy(cut).to(part.device)
         rest = part if len(cut) == len(part) else part[index]
-        keep_best(rest, *nucleus(rest, top_k[cut], top_p[cut]))
+        keep_best(rest, nucleus(rest, top_k[cut], top_p[cut]))
         if rest is not part:
             part[index] = rest
     if not whole:

@@ -19,7 +19,7 @@ PROMPT = [5, 17, 3, 88, 41]
 
 def test_capabilities_are_known_before_load():
     backend = TorchBackend()
-    backend.processors["twice"] = NoRepeatNgram
+    backend.processors = {"twice": NoRepeatNgram}
     assert backend.capabilities.params == ALL_PARAMS
     assert backend.capabilities.processors == {"twice"}
     backend.close()
@@ -221,7 +221,7 @@ def test_prompt_logprobs_are_scored_in_pieces(tiny, load, monkeypatch):
 def test_no_repeat_ngram(tiny, load):
     _, model = tiny()
     backend = TorchBackend()
-    backend.processors["no_repeat_ngram"] = NoRepeatNgram
+    backend.processors = {"no_repeat_ngram": NoRepeatNgram}
     driver = load(model, backend)
     prompt = [1, 2, 3, 1, 2]
     driver.admit(0, prompt, extra={"no_repeat_ngram": {"size": 3}}, logit_bias={3: 90, 4: 80}, max_tokens=32)
@@ -237,7 +237,7 @@ def test_no_repeat_ngram(tiny, load):
 def test_no_repeat_of_single_tokens(tiny, load):
     _, model = tiny()
     backend = TorchBackend()
-    backend.processors["no_repeat_ngram"] = NoRepeatNgram
+    backend.processors = {"no_repeat_ngram": NoRepeatNgram}
     driver = load(model, backend)
     driver.admit(0, PROMPT, extra={"no_repeat_ngram": {"size": 1}}, max_tokens=32)
     answer = driver.decode(0, 30)
@@ -250,7 +250,7 @@ def test_options_of_a_processor_are_checked(tiny, load, args):
         NoRepeatNgram.check(args)
     _, model = tiny()
     backend = TorchBackend()
-    backend.processors["no_repeat_ngram"] = NoRepeatNgram
+    backend.processors = {"no_repeat_ngram": NoRepeatNgram}
     driver = load(model, backend)
     driver.admit(0, PROMPT, extra={"no_repeat_ngram": args})
     driver.admit(1, PROMPT)
