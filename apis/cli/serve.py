@@ -57,6 +57,7 @@ def serve(
 ) -> None:
     """Serve MODEL behind OpenAI's routes."""
     from slotline.apis.cli.server import Server
+    from slotline.apis.openai.hosts import is_loopback
     from slotline.apis.openai.service import Settings
 
     logging.basicConfig(level=logging.INFO if access_log else logging.WARNING, format="%(levelname)s %(message)s")
@@ -66,7 +67,8 @@ def serve(
         served_model_name=tuple(served_model_name), request_timeout=request_timeout, write_timeout=write_timeout
     )
     listener = _listen(host, port)
-    server = Server(config, settings, drain_timeout=drain_timeout, access_log=access_log)
+    local = is_loopback(listener.getsockname()[0])
+    server = Server(config, settings, local=local, drain_timeout=drain_timeout, access_log=access_log)
     server.on_open(lambda engine: click.echo(_ready_line(engine, listener, settings.served_model_name)))
     say(f"loading {config.model}")
     _run(server, listener)

@@ -8,8 +8,10 @@ from contextlib import contextmanager
 from types import FrameType
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from slotline.apis.openai.app import create_app
+from slotline.apis.openai.hosts import LocalNamesOnly
 from slotline.apis.openai.service import EngineLifespan, Settings
 from slotline.config import EngineConfig
 from slotline.engine import Engine
@@ -18,16 +20,22 @@ from slotline.engine import Engine
 class Server(uvicorn.Server):
     """An HTTP server around one engine, which loads while the server already answers /health.
 
+    Args:
+        local: it listens on the loopback address, and answers for loopback names only.
+
     Attributes:
         failure: why the engine could not be started or went on no longer.
     """
 
-    def __init__(self, config: EngineConfig, settings: Settings, *, drain_timeout: int, access_log: bool) -> None:
+    def __init__(
+        self, config: EngineConfig, settings: Settings, *, local: bool, drain_timeout: int, access_log: bool
+    ) -> None:
         self.failure: BaseException | None = None
         self._lifespan = EngineLifespan(config, background=True, on_failure=self._fail)
+        app: ASGIApp = create_app(self._lifespan, settings=settings)
         super().__init__(
             uvicorn.Config(
-                create_app(self._lifespan, settings=settings),
+                LocalNamesOnly(app) if local else app,
                 http="httptools",
                 lifespan="on",
                 log_config=None,

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Mount, Route
 
-from slotline import EngineConfig
+from slotline import EngineConfig, SamplingParams
 from slotline.apis.openai import engine_lifespan, routes
 
 engine = engine_lifespan(EngineConfig.from_sources({}))
@@ -25,7 +25,7 @@ engine = engine_lifespan(EngineConfig.from_sources({}))
 async def front(request: Request) -> JSONResponse:
     """A route of the application's own; it may use the engine, too."""
     assert engine.engine is not None
-    answer = await engine.engine.generate("The sea is")
+    answer = await engine.engine.generate("The sea is", SamplingParams(max_tokens=16))
     return JSONResponse({"the sea is": answer.text})
 
 

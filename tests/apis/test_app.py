@@ -136,6 +136,15 @@ def test_a_path_is_not_published(name, shown):
     assert public_name(name) == shown
 
 
+@pytest.mark.usefixtures("no_blocking")
+@pytest.mark.parametrize("stream", [False, True])
+async def test_nothing_blocks_the_loop(fake, stream):
+    async with slotline.Engine.open(config=CONFIG) as engine, fake.client(create_app(engine)) as client:
+        for path, body in (("completions", TEXT), ("chat/completions", {"model": "echo", "messages": "abc"})):
+            reply = await client.post(f"/v1/{path}", json={**body, "stream": stream})
+            assert reply.status_code == 200 and "error" not in reply.text
+
+
 # Hooks
 
 

@@ -128,6 +128,21 @@ def test_streams_do_not_mix(server):
     assert len(set.union(*(ids for _, _, ids in done))) == 16
 
 
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "", "127.0.0.1.evil.example", "[::1"])
+def test_a_loopback_server_refuses_foreign_host_names(server, host):
+    reply = httpx.get(f"{server.url}/v1/models", headers={"host": host})
+    assert reply.status_code == 421 and reply.json()["error"]["code"] == "wrong_host"
+    port = server.url.rsplit(":", 1)[1]
+    for own in ("localhost", f"localhost:{port}", f"127.0.0.1:{port}", f"[::1]:{port}", "app.localhost"):
+        assert httpx.get(f"{server.url}/v1/models", headers={"host": own}).status_code == 200
+
+
+def test_a_web_page_of_another_origin_gets_no_leave(server):
+    headers = {"origin": "https://evil.example", "access-control-request-method": "POST"}
+    reply = httpx.options(f"{server.url}/v1/chat/completions", headers=headers)
+    assert reply.status_code == 405 and "access-control-allow-origin" not in reply.headers
+
+
 def test_metrics_are_valid_and_the_series_are_few(server):
     from prometheus_client.parser import text_string_to_metric_families
 
@@ -165,11 +180,10 @@ def test_hanging_up_frees_the_slot(stream):
     with Process("--max-slots", "1", "--echo-delay", "0.01") as server:
         body = {"model": "echo", "prompt": "abc", "max_tokens": 20_000, "ignore_eos": True, "stream": stream}
         raw = json.dumps(body).encode()
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}"
-        )
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json"
+        head += f"\r\nContent-Length: {len(raw)}\r\n\r\n"
         with socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1]))) as wire:
-            wire.sendall(head.encode() + b"\r\n\r\n" + raw)
+            wire.sendall(head.encode() + raw)
             if stream:
                 wire.recv(1000)
             else:
