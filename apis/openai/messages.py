@@ -40,8 +40,7 @@ def _message(item: Any, where: str) -> dict[str, Any]:  # noqa: ANN401 - user in
             continue
         kind = _PASSED_ON.get(name)
         if kind is None:
-            shown = InvalidParameter.of("field", name, "")
-            raise RequestError(f"{where} has an unknown {shown.message.split(';')[0]}", param="messages")
+            raise RequestError(f"{where} has the unknown field {name[:80]!r}", param="messages")
         if not isinstance(value, kind):
             raise _wrong(f"{where}.{name}", value, "a string" if kind is str else "a list")
         message[name] = value
