@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
 from slotline.config import EngineConfig
@@ -159,12 +160,12 @@ def _wait(process: subprocess.Popen[bytes], work: Path, label: str, progress: Pr
 
 
 def _size_so_far(work: Path) -> int:
+    """Return the bytes of pip's files; it moves and removes them while we look."""
     total = 0
-    for path in work.rglob("*.whl*"):
-        try:
-            total += path.stat().st_size
-        except OSError:  # pip moves its files about
-            continue
+    for folder, _, names in os.walk(work):
+        for name in names:
+            with suppress(OSError):
+                total += os.stat(os.path.join(folder, name)).st_size
     return total
 
 
