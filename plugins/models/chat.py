@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from slotline.errors import InvalidParameter
@@ -45,6 +45,9 @@ class TemplateChat:
         self._knows_developer = "developer" in template
         self._source = template
         self._tokenizer = tokenizer
+        controls = tokenizer.controls.values()
+        self._controls = _Spellings([token.spelling for token in controls])
+        self._special = _Spellings([token.spelling for token in controls if token.special])
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any) -> str:  # noqa: ANN401
         """Return the prompt text, as the model was trained to see it.
@@ -73,11 +76,18 @@ class TemplateChat:
         """
         checked = _check_variables(variables)
         plain = self._normalise(messages)
-        breaker = _Breaker(self._tokenizer, [self._source, *_strings([plain, checked])])
-        broken = [breaker.message(message) for message in plain]
-        text = self._render(broken, add_generation_prompt, map_strings(checked, breaker.all))
-        pieces = list(_split(text, self._tokenizer))
-        return self._tokenizer.encode_pieces([p.replace(breaker.mark, "") if isinstance(p, str) else p for p in pieces])
+        mark = _unused_char([self._source, *_strings([plain, checked])])
+        broken = [self._broken(message, mark) for message in plain]
+        safe = map_strings(checked, lambda text: self._controls.broken(text, mark))
+        text = self._render(broken, add_generation_prompt, safe)
+        pieces = _split(text, self._tokenizer)
+        return self._tokenizer.encode_pieces([p.replace(mark, "") if isinstance(p, str) else p for p in pieces])
+
+    def _broken(self, message: dict[str, Any], mark: str) -> dict[str, Any]:
+        """Return the message with its control tokens broken, its role as it is."""
+        spellings = self._special if message["role"] == "assistant" else self._controls
+        changed = {key: map_strings(value, lambda text: spellings.broken(text, mark)) for key, value in message.items()}
+        return {**changed, "role": message["role"]}
 
     def _normalise(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         plain = normalise(messages)
@@ -109,44 +119,25 @@ def _check_variables(variables: Mapping[str, Any]) -> Mapping[str, Any]:
     return variables
 
 
-class _Breaker:
+class _Spellings:
     """Breaks control tokens spelt in text with a mark that occurs nowhere else.
 
-    The template sees the mark inside such spellings only, so what it does with other text is untouched.
-
-    Args:
-        tokenizer: whose control tokens are broken.
-        texts: everything the template gets to see.
+    A template sees the mark inside such spellings only, so what it does with other text is untouched.
     """
 
-    def __init__(self, tokenizer: FastTokenizer, texts: Sequence[str]) -> None:
-        self.mark = _unused_char(texts)
-        controls = tokenizer.controls.values()
-        self.all = self._breaking([token.spelling for token in controls])
-        self._special = self._breaking([token.spelling for token in controls if token.special])
+    def __init__(self, spellings: Sequence[str]) -> None:
+        places = "|".join(f"(?<={re.escape(s[0])})(?={re.escape(s[1:])})" for s in spellings)
+        self._inside = re.compile(places or r"(?!)")
+        self._starts = {s[:n] for s in spellings for n in range(1, len(s))}
+        self._longest = max(map(len, spellings), default=0)
 
-    def message(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return the message with broken strings, its role as it is."""
-        change = self._special if message["role"] == "assistant" else self.all
-        broken = {key: map_strings(value, change) for key, value in message.items()}
-        return {**broken, "role": message["role"]}
-
-    def _breaking(self, spellings: list[str]) -> Callable[[str], str]:
-        """Return a function that puts the mark behind the first character of each spelling.
+    def broken(self, text: str, mark: str) -> str:
+        """Return ``text`` with ``mark`` behind the first character of each spelling.
 
         A text that ends with a part of one gets the mark behind it, lest the next text completes it.
         """
-        if not spellings:
-            return lambda text: text
-        inside = re.compile("|".join(f"(?<={re.escape(s[0])})(?={re.escape(s[1:])})" for s in spellings))
-        starts = {s[:n] for s in spellings for n in range(1, len(s))}
-        longest = max(map(len, spellings))
-
-        def change(text: str) -> str:
-            partial = any(text[-n:] in starts for n in range(1, min(longest, len(text) + 1)))
-            return inside.sub(self.mark, text) + (self.mark if partial else "")
-
-        return change
+        ends = (text[-n:] for n in range(1, min(self._longest, len(text) + 1)))
+        return self._inside.sub(mark, text) + (mark if any(end in self._starts for end in ends) else "")
 
 
 def _unused_char(texts: Sequence[str]) -> str:

@@ -316,6 +316,24 @@ def test_sentencepiece_without_a_leading_space():
     assert spelt_out(tokenizer, tokenizer.encode("hello", add_special=False)) == [b"hel", b"lo"]
 
 
+@pytest.mark.parametrize("scheme", ["normalizer", "first", "always", "never"])
+def test_sentencepiece_pieces_equal_the_whole(scheme):
+    """Whether a space is put before the text, before each piece or not at all is the tokenizer's to say."""
+    import json
+
+    from tokenizers import Tokenizer, pre_tokenizers
+
+    tokenizer = tokenizer_from_gguf(gguf_metadata(), "m.gguf")
+    if scheme != "normalizer":
+        changed = Tokenizer.from_str(json.dumps({**json.loads(tokenizer._tokenizer.to_str()), "normalizer": None}))
+        changed.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+        tokenizer = FastTokenizer(changed, tokenizer.special)
+    end = tokenizer.controls["</s>"]
+    for pieces in (["hello", end, "world"], [end, "hello"], ["hello ", end, end, " world"], [end], ["hello"]):
+        text = "".join(piece if isinstance(piece, str) else piece.spelling for piece in pieces)
+        assert tokenizer.encode_pieces(pieces) == tokenizer.encode(text, add_special=False)
+
+
 def protobuf(number: int, value: bytes | int) -> bytes:
     def varint(n: int) -> bytes:
         return bytes([n]) if n < 128 else bytes([n & 127 | 128]) + varint(n >> 7)
