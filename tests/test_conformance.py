@@ -13,7 +13,7 @@ class TestEcho(BackendConformance, backend="echo"):
     """No model."""
 
 
-class TestTorch(BackendConformance, backend="torch", device="cpu", dtype="float32"):
+class TestTorch(BackendConformance, backend="torch", device="cpu", dtype="float32", threads=1):
     """The reference, on a CPU."""
 
     @pytest.fixture
