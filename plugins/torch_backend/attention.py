@@ -44,9 +44,10 @@ class Read:
 
     Attributes:
         tokens: which of the step's tokens ask; None = all, in order.
-        places: [N, L] for one query token per sequence, or [1, L] for N tokens of one sequence.
+        places: [N, L] for one token each of N sequences, or [1, L] for N tokens of one sequence.
         mask: added to the scores; None = every place is seen.
         causal: N tokens from the start of one sequence: each sees itself and those before it.
+        together: N tokens of one sequence are one problem; else each token is one of its own.
     """
 
     tokens: Tensor | None
