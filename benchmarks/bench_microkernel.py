@@ -21,7 +21,9 @@ import slotline
 async def measure(rows: int, steps: int, *, consumers: bool) -> float:
     """Return CPU milliseconds of the loop's thread per step."""
     params = slotline.SamplingParams(max_tokens=steps, ignore_eos=True)
-    async with slotline.Engine.open("echo", backend="echo", max_slots=rows, kv_cache_tokens=rows * (steps + 64)) as engine:
+    async with slotline.Engine.open(
+        "echo", backend="echo", max_slots=rows, kv_cache_tokens=rows * (steps + 64)
+    ) as engine:
         handles = [await engine.submit([f"row {i:04d} says this again and again"], params) for i in range(rows)]
         counts = [0] * rows
 

@@ -7,7 +7,7 @@ if __name__ != "slotline":
 
 from slotline.backend import Backend, BackendEntry, BackendInfo, Capabilities
 from slotline.config import EngineConfig
-from slotline.engine import Engine, Health, Score
+from slotline.engine import Engine, Health
 from slotline.errors import SlotlineError
 from slotline.handle import RequestHandle
 from slotline.hookspecs import hookimpl
@@ -15,6 +15,7 @@ from slotline.logprobs import Logprobs
 from slotline.offline import Pipeline, SlotlineWarning, pipeline
 from slotline.params import SamplingParams
 from slotline.request import Completion, Notice, Output, Usage
+from slotline.scoring import Score
 from slotline.stats import EngineStats
 
 __all__ = [

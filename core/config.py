@@ -17,7 +17,7 @@ ENV_PREFIX = "SLOTLINE_"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
-def option(default: Any, help: str) -> Any:  # noqa: ANN401, A002 - a dataclass field of any type
+def option(default: Any, help: str) -> Any:  # noqa: A002 - a dataclass field of any type
     """Declare an option with the text that ``--help`` and the docs show."""
     return field(default=default, metadata={"help": help})
 
@@ -67,7 +67,7 @@ class EngineConfig:
             raise ConfigError("kv_cache_tokens and kv_cache_fraction are both given; give one of them")
 
     @classmethod
-    def of(cls, model: str | None = None, /, **options: Any) -> EngineConfig:  # noqa: ANN401 - any option
+    def of(cls, model: str | None = None, /, **options: Any) -> EngineConfig:
         """Build a config from keywords; an unknown one is refused with the closest name."""
         known = {f.name for f in fields(cls)}
         for name in options:
@@ -93,7 +93,7 @@ class EngineConfig:
         merged.update({name: value for name, value in options.items() if value is not None})
         return cls.of(**merged)
 
-    def with_options(self, **options: Any) -> EngineConfig:  # noqa: ANN401 - any option
+    def with_options(self, **options: Any) -> EngineConfig:
         """Return a copy with some options replaced."""
         return replace(self, **options)
 
@@ -114,7 +114,7 @@ def option_help() -> dict[str, str]:
 
 
 def _is_int(low: int, high: int | None = None) -> Callable[[Any], bool]:
-    def test(value: Any) -> bool:  # noqa: ANN401 - user input of any type
+    def test(value: Any) -> bool:
         return type(value) is int and value >= low and (high is None or value <= high)
 
     return test
@@ -178,7 +178,7 @@ def _read_environ(cls: type[EngineConfig], environ: Mapping[str, str]) -> dict[s
     return found
 
 
-def parse_option(name: str, text: str, kind: type, *, source: str) -> Any:  # noqa: ANN401 - any option
+def parse_option(name: str, text: str, kind: type, *, source: str) -> Any:
     """Turn the text of an option into its type.
 
     Raises:

@@ -35,8 +35,9 @@ from slotline.model import Message, Model
 from slotline.output import OutputProcessor
 from slotline.params import SamplingParams
 from slotline.request import Completion, Output, RequestEvent
+from slotline.scoring import SCORE_ONLY, Score, score_of
 from slotline.stats import EngineStats, RequestStats
-from slotline.text import Stops, TextStream, Vocabulary
+from slotline.text import Vocabulary
 
 log = logging.getLogger("slotline")
 
@@ -58,23 +59,6 @@ class Health:
     def ok(self) -> bool:
         """Tell whether requests can be answered."""
         return self.status == "ok"
-
-
-@dataclass(frozen=True, slots=True)
-class Score:
-    """How likely a text is under the model.
-
-    Attributes:
-        token_ids: of the text.
-        logprobs: natural log-probability of each token given those before; None for the first.
-        total: their sum.
-        perplexity: exp(-total / number of scored tokens).
-    """
-
-    token_ids: list[int]
-    logprobs: list[float | None]
-    total: float
-    perplexity: float
 
 
 class Engine:
@@ -208,7 +192,7 @@ class Engine:
         sequences = self._intake.sequences(self._next_seq, token_ids, resolved, **common)
         self._next_seq += len(sequences)
         handle = RequestHandle(request_id, resolved.params, token_ids, self.vocabulary, resolved.notices, client)
-        handle.attach(self._choices(handle, sequences), self._abort_handle)
+        handle.attach(sequences, self._abort_handle)
         self._processor.register(handle)
         self._handles[request_id] = handle
         try:
@@ -235,12 +219,12 @@ class Engine:
             if not handle.finished:
                 handle.abort()
 
-    async def generate(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Completion:  # noqa: ANN401
+    async def generate(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Completion:
         """Return the whole answer; options as for ``submit``."""
         handle = await self.submit([prompt], params, **options)
         return (await handle.completions())[0]
 
-    async def score(self, prompts: Sequence[Prompt], **options: Any) -> list[Score]:  # noqa: ANN401
+    async def score(self, prompts: Sequence[Prompt], **options: Any) -> list[Score]:
         """Return how likely each text is, without generating anything.
 
         Raises:
@@ -250,9 +234,8 @@ class Engine:
             raise UnsupportedParameter(
                 "this backend has no prompt_logprobs, so it cannot score", param="prompt_logprobs"
             )
-        params = SamplingParams(max_tokens=0, prompt_logprobs=0, temperature=0)
-        handle = await self.submit(prompts, params, **options)
-        return [_score(completion) for completion in await handle.completions()]
+        handle = await self.submit(prompts, SCORE_ONLY, **options)
+        return [score_of(completion) for completion in await handle.completions()]
 
     def abort(self, request_id: str) -> bool:
         """End a request now; False if it is not running."""
@@ -272,7 +255,7 @@ class Engine:
         """Return the text of token ids."""
         return self.vocabulary.decode(token_ids, skip_special_tokens)
 
-    async def chat_prompt(self, messages: Sequence[Message], **options: Any) -> list[int]:  # noqa: ANN401
+    async def chat_prompt(self, messages: Sequence[Message], **options: Any) -> list[int]:
         """Return the token ids of chat messages under the model's template.
 
         Raises:
@@ -346,26 +329,6 @@ class Engine:
     async def _in_worker(self, function: Callable[[], T]) -> T:
         return await anyio.to_thread.run_sync(function, limiter=self._workers)
 
-    def _choices(self, handle: RequestHandle, sequences: Sequence[Any]) -> list[Choice]:
-        params = handle.params
-        stops = Stops(params.stop or ())
-        choices = []
-        for number, sequence in enumerate(sequences):
-            stream = TextStream(
-                self.vocabulary,
-                stops,
-                include_stop=params.include_stop_str_in_output,
-                skip_special=params.skip_special_tokens,
-                min_tokens=params.min_tokens or 0,
-            )
-            prompt_index, index = divmod(number, params.n)
-            choice = Choice(handle.box, stream, seq_id=sequence.seq_id, index=index, prompt_index=prompt_index)
-            choice.wants_logprobs = sequence.logprobs is not None
-            if sequence.prompt_logprobs is not None:
-                choice.expect_prompt_logprobs()
-            choices.append(choice)
-        return choices
-
     def _abort_handle(self, handle: RequestHandle) -> None:
         live = self._processor.forget(handle)
         if not live:
@@ -434,13 +397,3 @@ def _prompt_list(prompts: Sequence[Prompt]) -> Sequence[Prompt]:
     if isinstance(prompts, str) or not prompts:
         raise InvalidParameter.of("prompt", prompts, "a list of prompts, at least one")
     return prompts
-
-
-def _score(completion: Completion) -> Score:
-    values: list[float | None] = []
-    for token_id, row in zip(completion.prompt_token_ids, completion.prompt_logprobs or (), strict=True):
-        values.append(None if row is None else row[token_id])
-    scored = [v for v in values if v is not None]
-    total = sum(scored)
-    perplexity = float("nan") if not scored else float(2.718281828459045 ** (-total / len(scored)))
-    return Score(completion.prompt_token_ids, values, total, perplexity)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from slotline.logprobs import Logprobs
 from slotline.mailbox import Choice, Mailbox
 from slotline.plan import LogprobColumns
-from slotline.request import Completion, Notice, Output, Usage
-from slotline.text import Vocabulary
+from slotline.request import Completion, Notice, Output, SequenceRequest, Usage
+from slotline.text import Stops, TextStream, Vocabulary
 
 if TYPE_CHECKING:
     from slotline.params import SamplingParams
@@ -57,13 +57,27 @@ class RequestHandle:
         self.error: BaseException | None = None
         self._vocabulary = vocabulary
         self._abort: Callable[[RequestHandle], None] = lambda _: None
-        self._ended_choices = 0
 
     # --- for the engine ---------------------------------------------------------------
 
-    def attach(self, choices: Sequence[Choice], abort: Callable[[RequestHandle], None]) -> None:
-        """Set the choices, and what ``abort`` calls."""
-        self.choices.extend(choices)
+    def attach(self, sequences: Sequence[SequenceRequest], abort: Callable[[RequestHandle], None]) -> None:
+        """Expect the output of these sequences, prompt-major; ``abort`` is what ending early calls."""
+        params = self.params
+        stops = Stops(params.stop or ())
+        for number, sequence in enumerate(sequences):
+            stream = TextStream(
+                self._vocabulary,
+                stops,
+                include_stop=params.include_stop_str_in_output,
+                skip_special=params.skip_special_tokens,
+                min_tokens=params.min_tokens or 0,
+            )
+            prompt_index, index = divmod(number, params.n)
+            choice = Choice(self.box, stream, seq_id=sequence.seq_id, index=index, prompt_index=prompt_index)
+            choice.wants_logprobs = sequence.logprobs is not None
+            if sequence.prompt_logprobs is not None:
+                choice.expect_prompt_logprobs()
+            self.choices.append(choice)
         self._abort = abort
 
     @property

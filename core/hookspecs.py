@@ -60,11 +60,6 @@ def slotline_register_logits_processors(register: Callable[[str, Any], None]) ->
 
 
 @hookspec
-def slotline_register_samplers(register: Callable[[str, Any], None]) -> None:
-    """Register (name, factory): replaces the draw for requests with extra["sampler"] = name."""
-
-
-@hookspec
 def slotline_register_apis(register: Callable[[str, Any], None]) -> None:
     """Register (name, surface): a surface returns Starlette routes for an engine."""
 

@@ -176,7 +176,7 @@ class Intake:
         first_id: int,
         prompts: Sequence[Sequence[int]],
         resolved: Resolved,
-        **common: Any,  # noqa: ANN401 - fields of SequenceRequest
+        **common: Any,
     ) -> list[SequenceRequest]:
         """Return one sequence per prompt and choice, prompt-major."""
         params = resolved.params

@@ -38,12 +38,12 @@ async def load(
     Raises:
         ConfigError, PluginError, ModelError: with one sentence that says what to do.
     """
-    manager, entry, model = await anyio.to_thread.run_sync(_prepare, config, manager)
+    plugins, entry, model = await anyio.to_thread.run_sync(_prepare, config, manager)
 
     def make() -> tuple[Backend, BackendInfo]:
         backend = entry.create()
         if hasattr(backend, "processors"):  # backends that run plugin ops get the factories before they load
-            backend.processors = manager.registry("logits_processors")
+            backend.processors = plugins.registry("logits_processors")
         check_config(config, backend)
         try:
             return backend, backend.load(config, model)
@@ -52,7 +52,7 @@ async def load(
             raise
 
     backend, info = await asyncio.get_running_loop().run_in_executor(thread, make)
-    return Loaded(config, manager, model, backend, info), lambda: make()[0]
+    return Loaded(config, plugins, model, backend, info), lambda: make()[0]
 
 
 def _prepare(config: EngineConfig, manager: PluginManager | None) -> tuple[PluginManager, BackendEntry, Model]:

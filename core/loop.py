@@ -221,7 +221,7 @@ class EngineCore:
     async def _recover(self, error: BaseException) -> None:
         """End the requests of the failed step and of those launched after it; start the backend anew."""
         log.error("a step failed: %r", error, exc_info=error)
-        for launched, _ in self._launched:
+        for launched, _ in list(self._launched):  # the loop may still take one in
             await self._on_thread(_settle, launched)
         self._launched.clear()
         failed = self.scheduler.fail_inflight()
@@ -252,7 +252,7 @@ class EngineCore:
         """End what is left with EngineClosed, wait for the thread, close the backend."""
         if self.error is None:
             self.give_up(EngineClosed("the engine was closed"))
-        for launched, _ in self._launched:
+        for launched, _ in list(self._launched):  # the loop may still take one in
             await self._on_thread(_settle, launched)
         self._launched.clear()
         await self._on_thread(self.backend.close)

@@ -52,7 +52,6 @@ KINDS = (
     "architectures",
     "chat_templates",
     "logits_processors",
-    "samplers",
     "apis",
     "commands",
     "metrics",
@@ -107,7 +106,7 @@ class PluginManager:
         self._check_pending()
 
     @property
-    def hook(self) -> Any:  # noqa: ANN401 - pluggy's relay has the hooks as attributes
+    def hook(self) -> Any:
         """Return the relay through which hooks are called, by keyword."""
         return self._pm.hook
 
@@ -205,10 +204,10 @@ class PluginManager:
         hook = f"slotline_register_{kind}"
         items: list[tuple[str, Any]] = []
 
-        def register_named(name: str, item: Any) -> None:  # noqa: ANN401 - whatever the hook is for
+        def register_named(name: str, item: Any) -> None:
             items.append((name, item))
 
-        def register_one(item: Any) -> None:  # noqa: ANN401 - whatever the hook is for
+        def register_one(item: Any) -> None:
             items.append((_name_of(item), item))
 
         others = [other for _, other in self._pm.list_name_plugin() if other is not plugin]

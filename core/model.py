@@ -35,14 +35,14 @@ class Tokenizer(Protocol):
 class ChatFormat(Protocol):
     """Messages to a prompt, for one model."""
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any) -> str:  # noqa: ANN401
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any) -> str:
         """Return the prompt text.
 
         Raises:
             ChatTemplateError: the template refuses the messages, with its own words.
         """
 
-    def encode(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any) -> list[int]:  # noqa: ANN401
+    def encode(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any) -> list[int]:
         """Return the prompt's ids; control tokens spelt in message content stay text."""
 
 

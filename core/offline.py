@@ -11,17 +11,18 @@ from typing import Any, Self, overload
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from slotline.config import EngineConfig
-from slotline.engine import Engine, Prompt, Score
+from slotline.engine import Engine, Prompt
 from slotline.manager import PluginManager
 from slotline.params import SamplingParams
 from slotline.request import Completion, Notice, Output
+from slotline.scoring import Score
 
 
 class SlotlineWarning(UserWarning):
     """Something was asked for that the backend does not honour."""
 
 
-def pipeline(model: str | None = None, /, *, manager: PluginManager | None = None, **options: Any) -> Pipeline:  # noqa: ANN401 - EngineConfig fields
+def pipeline(model: str | None = None, /, *, manager: PluginManager | None = None, **options: Any) -> Pipeline:
     """Open a model for synchronous use; close it with ``with`` or ``close()``.
 
     ::
@@ -65,13 +66,13 @@ class Pipeline:
         self._stack.close()
 
     @overload
-    def __call__(self, prompts: str | Prompt, params: SamplingParams | None = None, **options: Any) -> Completion: ...  # noqa: ANN401
+    def __call__(self, prompts: str | Prompt, params: SamplingParams | None = None, **options: Any) -> Completion: ...
     @overload
     def __call__(
         self,
         prompts: list[str],
         params: SamplingParams | None = None,
-        **options: Any,  # noqa: ANN401
+        **options: Any,
     ) -> list[Completion]: ...
     def __call__(
         self,
@@ -92,7 +93,7 @@ class Pipeline:
         self._warn(done[0].warnings)
         return done if many else done[0]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Iterator[Output]:  # noqa: ANN401
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Iterator[Output]:
         """Yield pieces of one answer; closing the iterator aborts the request."""
         handle = self._portal.call(self._submit, [prompt], params, options)
         self._warn(handle.warnings)
@@ -114,7 +115,7 @@ class Pipeline:
         scores: list[Score] = self._portal.call(self.engine.score, list(prompts) if many else [prompts])
         return scores if many else scores[0]
 
-    async def _submit(self, prompts: list[Any], params: SamplingParams | None, options: dict[str, Any]) -> Any:  # noqa: ANN401
+    async def _submit(self, prompts: list[Any], params: SamplingParams | None, options: dict[str, Any]) -> Any:
         return await self.engine.submit(prompts, params, **options)
 
     async def _complete(
@@ -131,11 +132,11 @@ class Pipeline:
                 warnings.warn(notice.message, SlotlineWarning, stacklevel=3)
 
 
-async def _next(pieces: Any) -> list[Output] | None:  # noqa: ANN401 - an async generator
+async def _next(pieces: Any) -> list[Output] | None:
     outputs: list[Output] | None = await anext(pieces, None)
     return outputs
 
 
-def _is_list_of_prompts(prompts: Any) -> bool:  # noqa: ANN401 - user input of any type
+def _is_list_of_prompts(prompts: Any) -> bool:
     """Tell a list of prompts from one prompt that is a list: of ids, or of messages."""
     return isinstance(prompts, list | tuple) and bool(prompts) and isinstance(prompts[0], str | list | tuple)

@@ -112,7 +112,7 @@ class SamplingParams:
 
 
 def _number(low: float, high: float, *, open_low: bool = False) -> Callable[[str, Any], float]:
-    def check(name: str, value: Any) -> float:  # noqa: ANN401 - user input of any type
+    def check(name: str, value: Any) -> float:
         sign = "<" if open_low else "<="
         allowed = f"a number, {low:g} {sign} {name} <= {high:g}"
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -126,7 +126,7 @@ def _number(low: float, high: float, *, open_low: bool = False) -> Callable[[str
 
 
 def _integer(low: int, high: int | None = None, *, advice: str = "") -> Callable[[str, Any], int]:
-    def check(name: str, value: Any) -> int:  # noqa: ANN401 - user input of any type
+    def check(name: str, value: Any) -> int:
         allowed = f"an integer, at least {low}" if high is None else f"an integer from {low} to {high}"
         if isinstance(value, bool) or not isinstance(value, int):
             raise InvalidParameter.of(name, value, allowed, advice)
@@ -137,14 +137,14 @@ def _integer(low: int, high: int | None = None, *, advice: str = "") -> Callable
     return check
 
 
-def _flag(name: str, value: Any) -> bool:  # noqa: ANN401 - user input of any type
+def _flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise InvalidParameter.of(name, value, "true or false")
     return value
 
 
 def _strings(limit: int) -> Callable[[str, Any], tuple[str, ...] | None]:
-    def check(name: str, value: Any) -> tuple[str, ...] | None:  # noqa: ANN401 - user input of any type
+    def check(name: str, value: Any) -> tuple[str, ...] | None:
         allowed = f"a string or up to {limit} strings of 1 to {MAX_STOP_CHARS} characters"
         items = (value,) if isinstance(value, str) else value
         if not isinstance(items, list | tuple) or len(items) > limit:
@@ -157,7 +157,7 @@ def _strings(limit: int) -> Callable[[str, Any], tuple[str, ...] | None]:
     return check
 
 
-def _token_ids(name: str, value: Any) -> tuple[int, ...] | None:  # noqa: ANN401 - user input of any type
+def _token_ids(name: str, value: Any) -> tuple[int, ...] | None:
     if not isinstance(value, list | tuple | set | frozenset) or len(value) > MAX_BIAS * 16:
         raise InvalidParameter.of(name, value, "a list of token ids")
     for item in value:
@@ -166,7 +166,7 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...] | None:  # noqa: ANN401
     return tuple(dict.fromkeys(value)) or None
 
 
-def _bias(name: str, value: Any) -> dict[int, float] | None:  # noqa: ANN401 - user input of any type
+def _bias(name: str, value: Any) -> dict[int, float] | None:
     allowed = f"up to {MAX_BIAS} pairs of token id and a number from -100 to 100"
     if not isinstance(value, Mapping) or len(value) > MAX_BIAS:
         raise InvalidParameter.of(name, value, allowed)
@@ -178,13 +178,13 @@ def _bias(name: str, value: Any) -> dict[int, float] | None:  # noqa: ANN401 - u
     return {int(k): float(v) for k, v in value.items()} or None
 
 
-def _mode(name: str, value: Any) -> str:  # noqa: ANN401 - user input of any type
+def _mode(name: str, value: Any) -> str:
     if value not in LOGPROBS_MODES:
         raise InvalidParameter.of(name, value, " or ".join(LOGPROBS_MODES))
     return str(value)
 
 
-def _mapping(name: str, value: Any) -> dict[str, Any]:  # noqa: ANN401 - user input of any type
+def _mapping(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping) or not all(isinstance(k, str) for k in value):
         raise InvalidParameter.of(name, value, "a mapping from plugin name to its options")
     return dict(value)

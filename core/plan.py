@@ -49,7 +49,8 @@ class RowSetup:
         prompt_len: how many of them are the prompt's.
         stop_ids: token ids that end the row (end tokens unless ignore_eos, and stop_token_ids).
         bad_words: token sequences that must not be completed; one-token words are banned outright.
-        min_len: no stop id may be sampled at a position below this (prompt_len + min_tokens).
+        min_len: no stop id ends the row at a position below this (prompt_len + min_tokens); a backend
+            with logits does not sample one there.
         max_len: prompt_len + max_tokens; the row never grows past it.
         adapter: 0 is none.
         logprobs: width for sampled tokens; NO_LOGPROBS if not wanted.

@@ -53,7 +53,7 @@ class ByteTokenizer:
 class EchoChat:
     """The last message's content is the prompt."""
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any) -> str:  # noqa: ANN401
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any) -> str:
         """Return the last message's text."""
         content = messages[-1].get("content") if messages else None
         if isinstance(content, list):
@@ -62,7 +62,7 @@ class EchoChat:
             raise ChatTemplateError("the last message has no text; the echo model repeats it", param="messages")
         return str(content)
 
-    def encode(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any) -> list[int]:  # noqa: ANN401
+    def encode(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any) -> list[int]:
         """Return the last message's bytes."""
         text = self.render(messages, add_generation_prompt=add_generation_prompt, **variables)
         return list(text.encode())

@@ -35,7 +35,7 @@ class LogitsProcessor(Protocol):
 
     graph_safe: bool
 
-    def add(self, row: int, args: Any) -> None:  # noqa: ANN401 - options of any shape
+    def add(self, row: int, args: Any) -> None:
         """Begin with a row whose request gave these options."""
 
     def remove(self, row: int) -> None:
@@ -67,7 +67,7 @@ class NoRepeatNgram:
         self._rows: dict[int, _Ngrams] = {}
 
     @staticmethod
-    def check(args: Any) -> int:  # noqa: ANN401 - options of any shape
+    def check(args: Any) -> int:
         """Return the size that the options ask for.
 
         Raises:
@@ -78,7 +78,7 @@ class NoRepeatNgram:
             raise InvalidParameter.of("extra.no_repeat_ngram", args, '{"size": an integer, at least 1}')
         return size
 
-    def add(self, row: int, args: Any) -> None:  # noqa: ANN401 - options of any shape
+    def add(self, row: int, args: Any) -> None:
         """Begin with a row."""
         self._rows[row] = _Ngrams(self.check(args))
 

@@ -39,7 +39,7 @@ class CommandLine(click.Group):
         own = super().get_command(ctx, cmd_name)
         return own if own is not None else self._others(ctx, quiet=False).get(cmd_name)
 
-    def invoke(self, ctx: click.Context) -> Any:  # noqa: ANN401 - whatever the command returns
+    def invoke(self, ctx: click.Context) -> Any:
         """Run a command; its errors become one line, unless --debug."""
         if ctx.params.get("debug"):
             return super().invoke(ctx)

@@ -35,7 +35,7 @@ def engine_options(*, without: Collection[str] = ()) -> Callable[[Command], Comm
 
     def decorate(command: Command) -> Command:
         @functools.wraps(command)
-        def run(model: str | None, config_file: str | None, **options: Any) -> Any:  # noqa: ANN401 - click's
+        def run(model: str | None, config_file: str | None, **options: Any) -> Any:
             given = {name: options.pop(name) for name in names}
             config = EngineConfig.from_sources({"model": model, **given}, file=config_file)
             return command(config=config, **options)
@@ -67,7 +67,7 @@ def sampling_options(*, max_tokens: int) -> Callable[[Command], Command]:
 
     def decorate(command: Command) -> Command:
         @functools.wraps(command)
-        def run(**options: Any) -> Any:  # noqa: ANN401 - click's
+        def run(**options: Any) -> Any:
             sampling = {name: options.pop(name) for name, *_ in _SAMPLING}
             sampling |= {"max_tokens": options.pop("max_tokens"), "stop": options.pop("stop") or None}
             sampling["ignore_eos"] = options.pop("ignore_eos") or None

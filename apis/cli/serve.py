@@ -83,7 +83,7 @@ def _run(server: Server, listener: socket.socket) -> None:
         raise CommandFailed(f"{type(server.failure).__name__}: {server.failure}") from server.failure
 
 
-def _loop_factory() -> Any:  # noqa: ANN401 - uvloop has no types
+def _loop_factory() -> Any:
     if sys.platform == "win32":
         return None
     import uvloop

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["Settings", "create_app", "engine_lifespan", "routes"]
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401 - whichever of the names
+def __getattr__(name: str) -> Any:
     if name in __all__:
         return getattr(importlib.import_module("slotline.apis.openai.app"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -120,7 +120,7 @@ def shorten(text: str) -> str:
     return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
 
 
-def to_json(value: Any) -> bytes:  # noqa: ANN401 - any JSON value
+def to_json(value: Any) -> bytes:
     """Encode a JSON value; lone surrogates, which a tokenizer can produce, are replaced."""
     try:
         return orjson.dumps(value)
@@ -170,7 +170,7 @@ def _retry(error: SlotlineError) -> dict[str, str]:
     return {"Retry-After": str(max(1, math.ceil(error.retry_after)))}
 
 
-def _printable(value: Any) -> Any:  # noqa: ANN401 - any JSON value
+def _printable(value: Any) -> Any:
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode()
     if isinstance(value, dict):

@@ -28,7 +28,7 @@ def normalise(messages: str | list[Any]) -> list[dict[str, Any]]:
     return [_message(item, f"messages[{number}]") for number, item in enumerate(messages)]
 
 
-def _message(item: Any, where: str) -> dict[str, Any]:  # noqa: ANN401 - user input of any type
+def _message(item: Any, where: str) -> dict[str, Any]:
     if not isinstance(item, dict):
         raise _wrong(where, item, "an object with role and content")
     role = item.get("role")
@@ -47,7 +47,7 @@ def _message(item: Any, where: str) -> dict[str, Any]:  # noqa: ANN401 - user in
     return message
 
 
-def _text(content: Any, where: str) -> str:  # noqa: ANN401 - user input of any type
+def _text(content: Any, where: str) -> str:
     """Return content as one text: null is '', parts are joined."""
     if content is None:
         return ""
@@ -58,7 +58,7 @@ def _text(content: Any, where: str) -> str:  # noqa: ANN401 - user input of any 
     return PART_JOINT.join(_part(part, f"{where}[{number}]") for number, part in enumerate(content))
 
 
-def _part(part: Any, where: str) -> str:  # noqa: ANN401 - user input of any type
+def _part(part: Any, where: str) -> str:
     if not isinstance(part, dict):
         raise _wrong(where, part, "an object with type and text")
     if part.get("type") != "text":

@@ -24,7 +24,7 @@ class Conformance:
     backend: ClassVar[str]
     options: ClassVar[dict[str, Any]] = {}
 
-    def __init_subclass__(cls, *, backend: str | None = None, **options: Any) -> None:  # noqa: ANN401 - any option
+    def __init_subclass__(cls, *, backend: str | None = None, **options: Any) -> None:
         super().__init_subclass__()
         if backend is not None:
             cls.backend = backend
@@ -44,13 +44,13 @@ class Conformance:
         finally:
             manager.close()
 
-    def config(self, model: str, **options: Any) -> EngineConfig:  # noqa: ANN401 - any option
+    def config(self, model: str, **options: Any) -> EngineConfig:
         """Return a small engine's configuration."""
         small = {"backend": self.backend, "max_slots": 4, "kv_cache_tokens": 4096, "seed": 1}
         return EngineConfig.of(**{**small, **self.options, "model": model, **options})
 
     @contextmanager
-    def loaded(self, model: str, **options: Any) -> Iterator[tuple[StepDriver, Model]]:  # noqa: ANN401 - any option
+    def loaded(self, model: str, **options: Any) -> Iterator[tuple[StepDriver, Model]]:
         """Load the backend without an engine and close it afterwards."""
         config, manager = self.config(model, **options), PluginManager()
         try:

@@ -57,14 +57,14 @@ class EngineBase(Conformance):
         self.model_name, self.can = model, capabilities
 
     @asynccontextmanager
-    async def open(self, **options: Any) -> AsyncIterator[Engine]:  # noqa: ANN401 - any option
+    async def open(self, **options: Any) -> AsyncIterator[Engine]:
         """Open an engine, deterministic where the backend can be; check its tables before it closes."""
         config = self.config(self.model_name, **{"deterministic": self.can.deterministic, **options})
         async with Engine.open(config=config) as engine:
             yield engine
             engine.check_integrity()
 
-    def params(self, **fields: Any) -> slotline.SamplingParams:  # noqa: ANN401 - any field
+    def params(self, **fields: Any) -> slotline.SamplingParams:
         """Return greedy parameters that run to max_tokens, as far as the backend can."""
         if "ignore_eos" in self.can.params:
             fields.setdefault("ignore_eos", True)
@@ -259,7 +259,7 @@ class CapabilityConformance(EngineBase):
                 await engine.generate(TEXT, self.params(logprobs=5))
         assert caught.value.param == "logprobs"
 
-    async def answer(self, engine: Engine, **fields: Any) -> Completion:  # noqa: ANN401 - any field
+    async def answer(self, engine: Engine, **fields: Any) -> Completion:
         """Return one answer."""
         return await engine.generate(TEXT, self.params(**fields))
 

@@ -22,17 +22,17 @@ class ScheduleConformance(EngineBase):
         ids = engine.encode(TEXT * (1 + count * step // 8))
         return [ids[n : n + 5 + n * step] for n in range(count)]
 
-    def drawn(self, seed: int, **fields: Any) -> SamplingParams:  # noqa: ANN401 - any field
+    def drawn(self, seed: int, **fields: Any) -> SamplingParams:
         """Return parameters that draw with a seed, as far as the backend can."""
         can = self.can.params
         hot = {"temperature": 1.5, "seed": seed} if {"temperature", "seed"} <= can else {}
         return self.params(**hot, **fields)
 
-    async def alone(self, engine: Engine, prompts: list[list[int]], **fields: Any) -> list[Completion]:  # noqa: ANN401
+    async def alone(self, engine: Engine, prompts: list[list[int]], **fields: Any) -> list[Completion]:
         """Answer one prompt after the other."""
         return [await engine.generate(p, self.drawn(i, **fields)) for i, p in enumerate(prompts)]
 
-    async def together(self, engine: Engine, prompts: list[list[int]], **fields: Any) -> list[Completion]:  # noqa: ANN401
+    async def together(self, engine: Engine, prompts: list[list[int]], **fields: Any) -> list[Completion]:
         """Answer all prompts at once."""
         runs = (engine.generate(p, self.drawn(i, **fields)) for i, p in enumerate(prompts))
         return await asyncio.gather(*runs)

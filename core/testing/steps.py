@@ -59,7 +59,7 @@ class StepDriver:
         seed: int = 0,
         logprobs: int = NO_LOGPROBS,
         prompt_logprobs: int = NO_LOGPROBS,
-        **params: Any,  # noqa: ANN401 - SamplingParams fields
+        **params: Any,
     ) -> RowSetup:
         """Let a sequence into a row with the next step; greedy unless ``temperature`` says otherwise.
 

@@ -32,7 +32,7 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def write_tiny_llama(folder: Path, *, seed: int = 0, **config: Any) -> Path:  # noqa: ANN401 - any key of config.json
+def write_tiny_llama(folder: Path, *, seed: int = 0, **config: Any) -> Path:
     """Write config.json, model.safetensors and tokenizer.json to ``folder``, and return it.
 
     The logits are a few ids wider than the tokenizer, as in many real models.

@@ -49,7 +49,7 @@ class TemplateChat:
         self._controls = _Spellings([token.spelling for token in controls])
         self._special = _Spellings([token.spelling for token in controls if token.special])
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any) -> str:  # noqa: ANN401
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any) -> str:
         """Return the prompt text, as the model was trained to see it.
 
         Args:
@@ -64,7 +64,7 @@ class TemplateChat:
         checked = _check_variables(variables)
         return self._render(self._normalise(messages), add_generation_prompt, checked)
 
-    def encode(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any) -> list[int]:  # noqa: ANN401
+    def encode(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any) -> list[int]:
         """Return the prompt's ids; control tokens spelt in messages or variables stay text.
 
         Otherwise they are the ids of the rendered text. No begin token is added: templates write their own. In the

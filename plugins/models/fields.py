@@ -25,12 +25,12 @@ class Fields:
         self.where = where
         self.prefix = prefix
 
-    def get(self, key: str, default: Any = None) -> Any:  # noqa: ANN401 - a config holds anything
+    def get(self, key: str, default: Any = None) -> Any:
         """Return the raw value; null counts as absent."""
         value = self.values.get(self.prefix + key)
         return default if value is None else value
 
-    def integer(self, key: str, default: int | None = _REQUIRED, *, low: int = 1) -> Any:  # noqa: ANN401 - int, or the default
+    def integer(self, key: str, default: int | None = _REQUIRED, *, low: int = 1) -> Any:
         """Return an integer of at least ``low``.
 
         Raises:
@@ -43,7 +43,7 @@ class Fields:
             self._refuse(key, value, f"an integer, at least {low}")
         return value
 
-    def number(self, key: str, default: float | None = _REQUIRED, *, low: float = 0.0) -> Any:  # noqa: ANN401 - float, or the default
+    def number(self, key: str, default: float | None = _REQUIRED, *, low: float = 0.0) -> Any:
         """Return a finite number of at least ``low``.
 
         Raises:

@@ -44,7 +44,7 @@ class _Cursor:
                 f"{left} are left; fetch the file again"
             )
 
-    def scalar(self, code: str, what: str) -> Any:  # noqa: ANN401 - any scalar type
+    def scalar(self, code: str, what: str) -> Any:
         size = struct.calcsize("<" + code)
         self.need(size, what)
         (value,) = struct.unpack_from("<" + code, self.data, self.at)
@@ -65,7 +65,7 @@ class _Cursor:
             raise CheckpointError(f"{self.name_of_file} is damaged: {what} is not a name; fetch the file again")
         return text
 
-    def value(self, kind: int, what: str, depth: int = 0) -> Any:  # noqa: ANN401 - any metadata type
+    def value(self, kind: int, what: str, depth: int = 0) -> Any:
         if kind in _SCALARS:
             return self.scalar(_SCALARS[kind], what)
         if kind == _STRING:

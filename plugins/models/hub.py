@@ -170,12 +170,12 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
-def _bars(advance: Advance) -> Any:  # noqa: ANN401 - a class made here
+def _bars(advance: Advance) -> Any:
     """Return a stand-in for the hub library's bars that only passes on how many bytes came."""
     base: Any = importlib.import_module("huggingface_hub.utils").tqdm
 
     class Forwarding(base):  # type: ignore[misc]
-        def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
             self._counts_bytes = kwargs.get("unit") == "B"
             super().__init__(*args, **{**kwargs, "disable": True})
 

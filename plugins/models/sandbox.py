@@ -40,7 +40,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     intercepted_binops = frozenset({"*", "**"})
 
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:  # noqa: ANN401 - Jinja's interface
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         numbers = all(isinstance(side, int | float) for side in (left, right))
         if operator == "**" and not (numbers and abs(left) <= 1e6 and abs(right) <= 32):
             raise jinja2.TemplateError("** is only for small numbers in a chat template")

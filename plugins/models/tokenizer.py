@@ -230,7 +230,7 @@ def _byte_table(spec: dict[str, Any], tokenizer: tokenizers.Tokenizer) -> list[b
     return table
 
 
-def _types_within(node: Any) -> list[str]:  # noqa: ANN401 - parsed JSON
+def _types_within(node: Any) -> list[str]:
     """Return the types of a component and of those nested in it."""
     if isinstance(node, list):
         return [kind for item in node for kind in _types_within(item)]

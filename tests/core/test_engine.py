@@ -84,6 +84,15 @@ async def opened(
         engine.check_integrity()
 
 
+async def until(condition: Callable[[], object]) -> None:
+    """Let the loop turn until something holds."""
+    for _ in range(100_000):
+        if condition():
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("it never came to hold")
+
+
 async def settled(engine: slotline.Engine) -> None:
     """Wait until nothing runs, waits or is in flight."""
     for _ in range(10_000):
@@ -208,8 +217,7 @@ async def test_leaving_a_stream_gives_everything_back(depth: int) -> None:
 async def test_cancelling_a_reader_gives_everything_back(depth: int) -> None:
     async with opened(depth=depth) as (engine, _):
         task = asyncio.create_task(engine.generate("cancel", SamplingParams(seed=1, max_tokens=200, ignore_eos=True)))
-        while not engine.stats().generated_tokens:
-            await asyncio.sleep(0)
+        await until(lambda: engine.stats().generated_tokens)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -318,8 +326,7 @@ async def test_the_queue_is_bounded_and_a_refusal_leaves_no_trace() -> None:
     async with opened(max_slots=1, max_queue=3, max_queue_per_client=2, max_queued_tokens=50) as (engine, _):
         params = SamplingParams(max_tokens=100, ignore_eos=True)
         running = await engine.submit(["a"], params)
-        while not engine.stats().running:
-            await asyncio.sleep(0)
+        await until(lambda: engine.stats().running)
         await engine.submit(["b" * 40], params, client="me")
         with pytest.raises(QueueFull, match="max_queued_tokens"):
             await engine.submit(["c" * 20], params)

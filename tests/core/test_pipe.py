@@ -15,13 +15,12 @@ from slotline import EngineConfig, SamplingParams
 from slotline.errors import QueueFull, SlotlineError
 from slotline.handle import RequestHandle
 from slotline.intake import Intake
-from slotline.mailbox import Choice
 from slotline.output import OutputProcessor
 from slotline.outputs import OutputBatch
 from slotline.plugins.echo import VOCAB, open_model
 from slotline.request import SequenceRequest
 from slotline.testing.sim import SimBackend, sim_answer
-from slotline.text import TextStream, Vocabulary
+from slotline.text import Vocabulary
 
 CONFIG = EngineConfig(
     model="sim", max_slots=4, max_queue=40, max_model_len=128, kv_cache_tokens=256, block_size=4, max_batch_tokens=24
@@ -65,7 +64,7 @@ async def test_output_processor_and_core_speak_over_a_pipe(depth: int, tmp_path:
     address = str(tmp_path / "core")
     with Listener(address) as listening:
         script = Path(__file__).with_name("pipe_core.py")
-        process = subprocess.Popen([sys.executable, str(script), address, str(depth)])
+        process = subprocess.Popen([sys.executable, str(script), address, str(depth)])  # noqa: ASYNC220 - it returns at once
         here = await asyncio.to_thread(listening.accept)
     with here, process:
         client = PipeClient(here)
@@ -88,8 +87,7 @@ async def test_output_processor_and_core_speak_over_a_pipe(depth: int, tmp_path:
             (sequence,) = intake.sequences(next_id, [list(prompt)], resolved)
             next_id += 1
             handle = RequestHandle(str(next_id), resolved.params, [list(prompt)], vocabulary, [])
-            stream = TextStream(vocabulary, params.stop or ())
-            handle.attach([Choice(handle.box, stream, seq_id=sequence.seq_id, index=0, prompt_index=0)], lambda _: None)
+            handle.attach([sequence], lambda _: None)
             processor.register(handle)
             await client.submit([sequence])
             return handle

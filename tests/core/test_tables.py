@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import hypothesis.strategies as st
 import numpy as np
 import pytest
@@ -269,7 +271,7 @@ def test_columns_slice_and_join(rows, data) -> None:
     whole = table(rows)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(rows)), max_size=3)))
     edges = [0, *cuts, len(rows)]
-    parts = [whole.slice(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+    parts = [whole.slice(a, b) for a, b in pairwise(edges)]
     joined = LogprobColumns.concat(parts)
     for name in ("indptr", "ids", "values"):
         assert np.array_equal(getattr(joined, name), getattr(whole, name))
