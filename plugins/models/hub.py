@@ -15,7 +15,7 @@ from slotline.plugins.models.progress import Advance, Progress
 from slotline.plugins.models.sources import Located
 
 if TYPE_CHECKING:
-    from huggingface_hub import CachedRepoInfo
+    from huggingface_hub import CachedRepoInfo, HFCacheInfo
 
 PREFIX = "hf:"
 _NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?(?::([^:@]+\.gguf))?")
@@ -64,23 +64,28 @@ class HubSource:
 
     def remove(self, name: str) -> bool:
         """Delete all revisions of a repository from the cache; return whether there were any."""
-        from huggingface_hub import scan_cache_dir
-
         wanted = name.removeprefix(PREFIX)
         hashes = [
             revision.commit_hash for repo in _cached_repos() if repo.repo_id == wanted for revision in repo.revisions
         ]
         if not hashes:
             return False
-        scan_cache_dir().delete_revisions(*hashes).execute()
+        _scan().delete_revisions(*hashes).execute()
         return True
 
 
+def _scan() -> HFCacheInfo:
+    """Look through the cache that downloads go to; the library's own default is fixed when it is imported."""
+    from huggingface_hub import constants, scan_cache_dir
+
+    return scan_cache_dir(constants.HF_HUB_CACHE)
+
+
 def _cached_repos() -> list[CachedRepoInfo]:
-    from huggingface_hub import CacheNotFound, scan_cache_dir
+    from huggingface_hub import CacheNotFound
 
     try:
-        return [repo for repo in scan_cache_dir().repos if repo.repo_type == "model"]
+        return [repo for repo in _scan().repos if repo.repo_type == "model"]
     except CacheNotFound:
         return []
 

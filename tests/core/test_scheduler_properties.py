@@ -189,10 +189,12 @@ class DeepSchedulerMachine(SchedulerMachine):
     depth = 2
 
 
-TestDepth1 = SchedulerMachine.TestCase
-TestDepth2 = DeepSchedulerMachine.TestCase
-for case in (TestDepth1, TestDepth2):
-    case.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+class TestDepth1(SchedulerMachine.TestCase):
+    settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+
+
+class TestDepth2(DeepSchedulerMachine.TestCase):
+    settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.long
