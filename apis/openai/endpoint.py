@@ -23,7 +23,7 @@ from slotline.apis.openai.errors import (
 )
 from slotline.apis.openai.jobs import Job, chat_job, completion_job
 from slotline.apis.openai.models import ChatBody, CompletionBody, GenerationBody, parse
-from slotline.apis.openai.service import Service
+from slotline.apis.openai.service import Service, logprob_cap
 from slotline.apis.openai.streams import (
     EVENT_STREAM_HEADERS,
     ClientGone,
@@ -61,7 +61,7 @@ class Generation(Generic[Body]):
             request_id = _checked_id(headers.get("x-request-id")) or own_id
             engine = self._service.ready()
             check_content_type(headers.get("content-type"))
-            job = self._job(await read_body(receive, self._service.settings))
+            job = self._job(await read_body(receive, self._service.settings), logprob_cap(engine))
         except ClientGone:
             return
         except Exception as error:
@@ -70,20 +70,20 @@ class Generation(Generic[Body]):
         exchange = _Exchange(self, self._service, engine, job, own_id, request_id, _client(scope))
         await exchange.run(receive, send)
 
-    def to_job(self, body: Body) -> Job:
-        """Translate a body."""
+    def to_job(self, body: Body, cap: int) -> Job:
+        """Translate a body; ``cap`` is the most logprobs it may ask for."""
         raise NotImplementedError
 
     def to_answer(self, job: Job, engine: Engine, handle: RequestHandle, answer_id: str) -> Answer:
         """Build what shapes the answer."""
         raise NotImplementedError
 
-    def _job(self, data: bytes) -> Job:
+    def _job(self, data: bytes, cap: int) -> Job:
         body = parse(self.body, data)
         names = self._service.names()
         if body.model not in names:
             raise model_not_found(body.model, names)
-        return self.to_job(body)
+        return self.to_job(body, cap)
 
 
 class Completions(Generation[CompletionBody]):
@@ -92,9 +92,9 @@ class Completions(Generation[CompletionBody]):
     body = CompletionBody
     prefix = "cmpl-"
 
-    def to_job(self, body: CompletionBody) -> Job:
+    def to_job(self, body: CompletionBody, cap: int) -> Job:
         """Translate a body."""
-        return completion_job(body)
+        return completion_job(body, cap)
 
     def to_answer(self, job: Job, engine: Engine, handle: RequestHandle, answer_id: str) -> Answer:
         """Build what shapes the answer."""
@@ -116,9 +116,9 @@ class ChatCompletions(Generation[ChatBody]):
     body = ChatBody
     prefix = "chatcmpl-"
 
-    def to_job(self, body: ChatBody) -> Job:
+    def to_job(self, body: ChatBody, cap: int) -> Job:
         """Translate a body."""
-        return chat_job(body)
+        return chat_job(body, cap)
 
     def to_answer(self, job: Job, engine: Engine, handle: RequestHandle, answer_id: str) -> Answer:
         """Build what shapes the answer."""

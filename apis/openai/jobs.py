@@ -70,8 +70,9 @@ class Job:
     renamed: Mapping[str, str] = field(default_factory=dict)
 
 
-def completion_job(body: CompletionBody) -> Job:
-    """Translate a body of /v1/completions."""
+def completion_job(body: CompletionBody, cap: int) -> Job:
+    """Translate a body of /v1/completions; ``cap`` is the most logprobs it may ask for."""
+    _check_width("logprobs", body.logprobs, cap)
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise ApiError(400, f"best_of is {body.best_of}; allowed: the value of n", param="best_of")
     max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
@@ -79,11 +80,12 @@ def completion_job(body: CompletionBody) -> Job:
     scored = bool(body.echo) and body.logprobs is not None
     if scored and body.prompt_logprobs is None:
         own["prompt_logprobs"] = body.logprobs
-    return _job(body, _prompts(body.prompt), own, echo=bool(body.echo), echo_logprobs=scored)
+    return _job(body, cap, _prompts(body.prompt), own, echo=bool(body.echo), echo_logprobs=scored)
 
 
-def chat_job(body: ChatBody) -> Job:
-    """Translate a body of /v1/chat/completions."""
+def chat_job(body: ChatBody, cap: int) -> Job:
+    """Translate a body of /v1/chat/completions; ``cap`` is the most logprobs it may ask for."""
+    _check_width("top_logprobs", body.top_logprobs, cap)
     messages = normalise(body.messages)
     options = _template_options(body)
     opening = _take_opening(body, messages) if body.continue_final_message else None
@@ -91,15 +93,17 @@ def chat_job(body: ChatBody) -> Job:
     if body.logprobs:
         own["logprobs"] = body.top_logprobs or 0
     elif body.top_logprobs is not None:
-        raise ApiError(400, "top_logprobs is given; allowed: only with logprobs true", param="top_logprobs")
+        message = f"top_logprobs is {body.top_logprobs}; allowed: only with logprobs true, then 0 to {cap}"
+        raise InvalidParameter(message, param="top_logprobs")
     renamed = dict(body.renamed)
     if body.max_completion_tokens is not None:
         renamed["max_tokens"] = "max_completion_tokens"
-    return _job(body, [messages], own, options=options, opening=opening, renamed=renamed)
+    return _job(body, cap, [messages], own, options=options, opening=opening, renamed=renamed)
 
 
 def _job(
     body: GenerationBody,
+    cap: int,
     prompts: Sequence[Prompt],
     own: dict[str, Any],
     *,
@@ -111,6 +115,7 @@ def _job(
 ) -> Job:
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options is given; allowed: only with stream true", param="stream_options")
+    _check_width("prompt_logprobs", body.prompt_logprobs, cap)
     names = body.renamed if renamed is None else renamed
     return Job(
         model=body.model,
@@ -127,6 +132,13 @@ def _job(
         echo_logprobs=echo_logprobs,
         renamed=names,
     )
+
+
+def _check_width(name: str, width: int | None, cap: int) -> None:
+    """Refuse a number of logprobs by the server's own limit: that of SamplingParams is wider."""
+    if width is not None and not 0 <= width <= cap:
+        advice = "The server's max_logprobs sets this limit." if width > cap else ""
+        raise InvalidParameter.of(name, width, f"0 to {cap}", advice)
 
 
 def _sampling(body: GenerationBody, own: dict[str, Any], renamed: Mapping[str, str]) -> SamplingParams:

@@ -85,8 +85,13 @@ def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _by_spelling(entries: list[TokenLogprob]) -> dict[str, float]:
-    """Return spelling -> value; of two tokens spelt alike, the likelier counts."""
+    """Return spelling -> value; the token that is there comes first and keeps its spelling.
+
+    Another candidate spelt like one before it is named by its id: vocabularies hold a byte as a
+    token of its own beside the character, and ids that the tokenizer does not know spell nothing.
+    """
     table: dict[str, float] = {}
     for entry in entries:
-        table[entry.text] = max(entry.logprob, table.get(entry.text, entry.logprob))
+        name = entry.text if entry.text not in table else f"token_id:{entry.token_id}"
+        table[name] = entry.logprob
     return table

@@ -171,6 +171,12 @@ class Service:
         return (public_name(self.ready().model.name),)
 
 
+def logprob_cap(engine: Engine) -> int:
+    """Return the most logprobs a token may have here; a backend without any is no reason to refuse a number."""
+    cap = engine.config.max_logprobs
+    return min(cap, engine.capabilities.max_logprobs) if engine.capabilities.logprobs else cap
+
+
 def public_name(name: str) -> str:
     """Return the name by which a model is served: of a path on this machine, its last part."""
     if re.match(r"[/~.]|[A-Za-z]:[\\/]", name):

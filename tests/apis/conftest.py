@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from slotline.backend import Capabilities
+from slotline.config import EngineConfig
 from slotline.errors import RequestAborted
 from slotline.logprobs import Logprobs
 from slotline.model import Model
@@ -132,6 +133,7 @@ class FakeEngine:
         self.vocabulary = VOCABULARY
         self.max_model_len = 64
         self.capabilities = Capabilities()
+        self.config = EngineConfig(model="fake")
         self.model = Model(name="fake", tokenizer=ByteTokenizer(), vocab_size=257, context_length=64)
         self.manager = self
 

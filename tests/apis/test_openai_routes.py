@@ -153,6 +153,22 @@ async def test_completions_logprobs_count_characters(fake):
     assert {len(values) for values in logprobs.values()} == {7}
 
 
+async def test_candidates_spelt_alike_have_keys_of_their_own(fake):
+    """Bytes differ; ids beyond the tokenizer spell nothing, all of them. The token itself keeps its spelling."""
+    rows = fake.table(
+        [(0xC4, -2.0, 3), (0xC3, -0.5, 1), (300, -1.0, 2), (301, -3.0, 4)], [(301, -0.5, 2), (300, -0.1, 1)]
+    )
+    engine = fake.Engine(fake.say("\ufffd\ufffd", finish="length", logprobs=rows))
+    engine.script[0].token_ids = [0xC4, 301]
+    reply = await post(fake, engine, "/v1/completions", {**TEXT, "logprobs": 4})
+    logprobs = strict(reply.text)["choices"][0]["logprobs"]
+    assert logprobs["tokens"] == [r"bytes:\xc4", ""]
+    assert logprobs["top_logprobs"] == [
+        {r"bytes:\xc4": -2.0, r"bytes:\xc3": -0.5, "": -1.0, "token_id:301": -3.0},
+        {"": -0.5, "token_id:300": pytest.approx(-0.1)},
+    ]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_echo_puts_the_prompt_first(fake, stream):
     prompt_rows = fake.table([], [(98, -1.5, 4), (99, -0.25, 1)])
@@ -294,10 +310,10 @@ async def test_errors_by_class(fake, error, status, code, param, stream):
 
 
 async def test_engine_fields_have_the_routes_names(fake):
-    engine = fake.Engine(refuse=InvalidParameter.of("logprobs", 21, "0 to 20"))
-    reply = await post(fake, engine, "/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 21})
+    engine = fake.Engine(refuse=InvalidParameter.of("logprobs", 2, "0 to 1"))
+    reply = await post(fake, engine, "/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 2})
     assert reply.json()["error"]["param"] == "top_logprobs"
-    assert reply.json()["error"]["message"] == "top_logprobs is 21; allowed: 0 to 20"
+    assert reply.json()["error"]["message"] == "top_logprobs is 2; allowed: 0 to 1"
 
 
 WRONG = [
