@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal
 
 import anyio
-import anyio.to_thread
 
 from slotline.backend import BackendInfo, Capabilities
 from slotline.client import LocalClient
 from slotline.config import EngineConfig
 from slotline.errors import (
-    ChatTemplateError,
     ConfigError,
     EngineClosed,
     EngineUnhealthy,
@@ -34,18 +32,13 @@ from slotline.manager import PluginManager
 from slotline.model import Message, Model
 from slotline.output import OutputProcessor
 from slotline.params import SamplingParams
+from slotline.prompts import Prompt, PromptEncoder
 from slotline.request import Completion, Output, RequestEvent
 from slotline.scoring import SCORE_ONLY, Score, score_of
 from slotline.stats import EngineStats, RequestStats
 from slotline.text import Vocabulary
 
 log = logging.getLogger("slotline")
-
-T = TypeVar("T")
-Prompt = str | Sequence[int] | Sequence[Message]
-
-LONG_PROMPT = 4096  # characters; longer texts are encoded off the event loop
-WORKERS = 2  # threads for templates and long prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +74,19 @@ class Engine:
         self.vocabulary = Vocabulary(self.model.tokenizer)
         self._core = core
         self._client = LocalClient(core)
-        self._intake = Intake(self.config, self.model, self.capabilities, self.max_model_len, loaded.info.vocab_size)
+        self._intake = Intake(
+            self.config,
+            self.model,
+            self.capabilities,
+            self.max_model_len,
+            loaded.info.vocab_size,
+            self.manager.registry("logits_processors"),
+        )
         self._stats = RequestStats()
         self._processor = OutputProcessor(self._client.abort, self._first_token, self._finish)
         self._handles: dict[str, RequestHandle] = {}
         self._observed = bool(self.manager.hook.slotline_observe_request.get_hookimpls())
-        self._workers = anyio.CapacityLimiter(WORKERS)
+        self._prompts = PromptEncoder(self.model)
         self._next_seq = 0
         self._next_request = 0
         self._opened = time.monotonic()
@@ -187,7 +187,7 @@ class Engine:
             raise InvalidParameter.of("deadline", deadline, "seconds, more than 0")
         request_id = self._new_id(request_id)
         resolved = self._intake.resolve(params)
-        token_ids = [await self._encode_prompt(prompt, chat_options) for prompt in _prompt_list(prompts)]
+        token_ids = await self._prompts.encode_all(prompts, chat_options or {})
         common = {"priority": priority, "client": client, "deadline": deadline, "cache_salt": cache_salt}
         sequences = self._intake.sequences(self._next_seq, token_ids, resolved, **common)
         self._next_seq += len(sequences)
@@ -261,13 +261,7 @@ class Engine:
         Raises:
             ChatTemplateError: there is no template, or it refuses the messages.
         """
-        chat = self.model.chat
-        if chat is None:
-            raise ChatTemplateError(
-                f"model {self.model.name!r} has no chat template; give one with chat_template, or send plain prompts",
-                param="messages",
-            )
-        return await self._in_worker(lambda: chat.encode(messages, **options))
+        return await self._prompts.encode_chat(messages, options)
 
     # --- look -------------------------------------------------------------------------
 
@@ -311,23 +305,6 @@ class Engine:
         if request_id in self._handles:
             raise InvalidParameter.of("request_id", request_id, "an id that no running request has")
         return request_id
-
-    async def _encode_prompt(self, prompt: Prompt, chat_options: Mapping[str, Any] | None) -> list[int]:
-        if isinstance(prompt, str):
-            if len(prompt) <= LONG_PROMPT:
-                return self.encode(prompt)
-            text = prompt
-            return await self._in_worker(lambda: self.encode(text))
-        items = list(prompt)
-        if items and isinstance(items[0], Mapping):
-            return await self.chat_prompt(cast("list[Message]", items), **(chat_options or {}))
-        for item in items:
-            if isinstance(item, bool) or not isinstance(item, int):
-                raise InvalidParameter.of("prompt", item, "a text, a list of token ids, or a list of chat messages")
-        return cast("list[int]", items)
-
-    async def _in_worker(self, function: Callable[[], T]) -> T:
-        return await anyio.to_thread.run_sync(function, limiter=self._workers)
 
     def _abort_handle(self, handle: RequestHandle) -> None:
         live = self._processor.forget(handle)
@@ -391,9 +368,3 @@ async def _running(engine: Engine) -> AsyncIterator[None]:
             raise
     if raised is not None:
         raise raised
-
-
-def _prompt_list(prompts: Sequence[Prompt]) -> Sequence[Prompt]:
-    if isinstance(prompts, str) or not prompts:
-        raise InvalidParameter.of("prompt", prompts, "a list of prompts, at least one")
-    return prompts

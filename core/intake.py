@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from slotline.model import Model
 
 SEED_MASK = (1 << 64) - 1
-MAX_EXACT_ID = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +44,24 @@ class Intake:
     Args:
         longest: longest sequence that can run, in tokens.
         vocab_size: width of the logits.
+        processors: factories of logits processors by name; one with a ``check`` method sees its options here.
     """
 
     def __init__(
-        self, config: EngineConfig, model: Model, capabilities: Capabilities, longest: int, vocab_size: int
+        self,
+        config: EngineConfig,
+        model: Model,
+        capabilities: Capabilities,
+        longest: int,
+        vocab_size: int,
+        processors: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self.model = model
         self.capabilities = capabilities
         self.longest = longest
         self.vocab_size = vocab_size
         self.max_logprobs = config.max_logprobs
-        self._backend = config.backend
+        self._processors = processors
         self._seeds = np.random.default_rng(config.seed) if config.seed is not None else None
 
     # --- parameters -------------------------------------------------------------------
@@ -98,12 +105,15 @@ class Intake:
     def _check_plugins(self, params: SamplingParams) -> None:
         if params.constraint is not None:
             raise self._unsupported("constraint")
-        for name in params.extra:
+        for name, options in params.extra.items():
             if name not in self.capabilities.processors:
                 known = ", ".join(sorted(self.capabilities.processors)) or "none"
                 raise UnsupportedParameter(
                     f"extra names {name!r}, which this backend does not have; known: {known}", param="extra"
                 )
+            check = getattr(self._processors.get(name), "check", None)
+            if check is not None:
+                check(options)
 
     def _check_mode(self, params: SamplingParams, *, wanted: bool) -> None:
         mode = params.logprobs_mode or "raw"

@@ -11,9 +11,10 @@ from typing import Any, Self, overload
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from slotline.config import EngineConfig
-from slotline.engine import Engine, Prompt
+from slotline.engine import Engine
 from slotline.manager import PluginManager
 from slotline.params import SamplingParams
+from slotline.prompts import Prompt
 from slotline.request import Completion, Notice, Output
 from slotline.scoring import Score
 

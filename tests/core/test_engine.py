@@ -170,7 +170,7 @@ async def test_a_stop_id_is_named_and_the_end_token_is_not() -> None:
 async def test_unread_pieces_merge() -> None:
     async with opened() as (engine, _):
         handle = await engine.submit(["merge"], SamplingParams(seed=2, max_tokens=20, ignore_eos=True))
-        await settled(engine)
+        await until(lambda: handle.finished)
         pieces = [piece async for piece in handle]
         assert len(pieces) == 1 and pieces[0].token_ids == answer("merge", 2, 20, ())
 

@@ -46,6 +46,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler = Scheduler(slots, MAX_LEN, budget, self.pool, self.queue)
         self.budget = budget
         self.handles = deque()
+        self.pages = deque()  # per launched step: which occupant names which block
         self.requests = {}
         self.answers = {}
         self.ended = {}
@@ -117,11 +118,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.check_plan(plan)
         self.scheduler.apply(plan)
         self.handles.append(self.backend.launch(plan))
+        owners = zip(plan.rows.tolist(), plan.epoch.tolist(), strict=True)
+        self.pages.append({block: owner for owner in owners for block in self.scheduler.rows.blocks(owner[0])})
 
     @rule()
     @precondition(lambda self: self.handles)
     def commit(self):
         batch = self.scheduler.commit(self.handles.popleft().result())
+        self.pages.popleft()
         assert len(set(batch.seq_ids.tolist())) == len(batch.seq_ids)
         for seq_id, tokens, n, finish in zip(
             batch.seq_ids.tolist(), batch.tokens.tolist(), batch.n_tokens.tolist(), batch.finish.tolist(), strict=True
@@ -145,6 +149,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert plan.num_tokens == plan.count.sum() <= max(self.budget, 1)
         assert len(plan) == len(set(plan.rows.tolist())) <= self.scheduler.rows.slots.max_slots
         assert (plan.count >= 1).all()
+        for i, owner in enumerate(zip(plan.rows.tolist(), plan.epoch.tolist(), strict=True)):
+            new = plan.block_ids[plan.block_indptr[i] : plan.block_indptr[i + 1]].tolist()
+            hits = int(plan.start[i]) // self.pool.block_size if i >= len(plan) - len(plan.admitted) else 0
+            for block in new[hits:]:
+                for pages in self.pages:
+                    assert pages.get(block, owner) == owner, f"block {block} changes hands while a step names it"
 
     @invariant()
     def books_balance(self):
