@@ -1,4 +1,4 @@
-"""The command line: ``slotline chat``, ``generate``, ``serve``, ``models``, ``plugins``, ``doctor``.
+"""The command line: ``slotline chat``, ``generate``, ``score``, ``serve``, ``models``, ``plugins``, ``doctor``.
 
 Importing this is cheap: an engine that is embedded loads it as a plugin and never uses it.
 """

@@ -11,9 +11,10 @@ from slotline.apis.cli.generate import generate
 from slotline.apis.cli.group import CommandLine
 from slotline.apis.cli.models import models
 from slotline.apis.cli.plugins import plugins
+from slotline.apis.cli.score import score
 from slotline.apis.cli.serve import serve
 
-COMMANDS: tuple[click.Command, ...] = (chat, generate, serve, models, plugins, doctor)
+COMMANDS: tuple[click.Command, ...] = (chat, generate, score, serve, models, plugins, doctor)
 
 
 @click.group(cls=CommandLine, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})

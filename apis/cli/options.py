@@ -26,10 +26,14 @@ _SAMPLING: tuple[tuple[str, Any, str], ...] = (
 )
 
 
-def engine_options(*, without: Collection[str] = ()) -> Callable[[Command], Command]:
+def engine_options(*, without: Collection[str] = (), model_is_option: bool = False) -> Callable[[Command], Command]:
     """Add MODEL, --config and an option for each field of EngineConfig; pass on ``config``.
 
     What is not given stays with the file, then the environment (SLOTLINE_NAME), then the default.
+
+    Args:
+        without: fields to leave out.
+        model_is_option: make it --model, for a command whose arguments are something else.
     """
     names = [f.name for f in fields(EngineConfig) if f.name != "model" and f.name not in without]
 
@@ -45,6 +49,8 @@ def engine_options(*, without: Collection[str] = ()) -> Callable[[Command], Comm
             decorated = _engine_option(name)(decorated)
         file = click.Path(exists=True, dir_okay=False)
         decorated = click.option("--config", "config_file", type=file, help="TOML file with engine options.")(decorated)
+        if model_is_option:
+            return _engine_option("model")(decorated)
         return click.argument("model", required=False)(decorated)
 
     return decorate

@@ -14,6 +14,7 @@ from slotline.engine import Engine
 from slotline.handle import RequestHandle
 from slotline.params import SamplingParams
 from slotline.request import Output
+from slotline.scoring import Score
 
 
 class Session:
@@ -27,8 +28,16 @@ class Session:
         """Return the prompt of a conversation."""
         return self._portal.call(self.engine.chat_prompt, list(messages))
 
+    def score(self, texts: Sequence[str]) -> list[Score]:
+        """Return how likely each text is."""
+        return self._portal.call(self.engine.score, list(texts))
+
     def stream(self, prompt: str | list[int], params: SamplingParams) -> Iterator[str]:
-        """Yield the pieces of one answer; leaving the loop, by Ctrl-C as well, aborts it."""
+        """Yield the text of one answer; leaving the loop, by Ctrl-C as well, aborts it."""
+        return (output.text for output in self.outputs(prompt, params))
+
+    def outputs(self, prompt: str | list[int], params: SamplingParams) -> Iterator[Output]:
+        """Yield the pieces of one answer, as ``stream`` does."""
 
         async def submit() -> RequestHandle:
             return await self.engine.submit([prompt], params)
@@ -38,7 +47,7 @@ class Session:
         pieces = handle.pieces()
         try:
             while (outputs := self._portal.call(_next, pieces)) is not None:
-                yield "".join(output.text for output in outputs)
+                yield from outputs
         finally:
             self._portal.call(handle.abort)
 

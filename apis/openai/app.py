@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
+import slotline
 from slotline.apis.openai.endpoint import ChatCompletions, Completions
 from slotline.apis.openai.errors import (
     JSON_TYPE,
@@ -26,8 +27,7 @@ from slotline.apis.openai.errors import (
     to_json,
     wrong_method,
 )
-from slotline.apis.openai.service import EngineLifespan, Service, Settings, names_of
-from slotline.backend import Capabilities
+from slotline.apis.openai.service import EngineLifespan, Service, Settings, logprob_cap, names_of
 from slotline.config import EngineConfig
 from slotline.engine import Engine
 
@@ -135,8 +135,7 @@ class _Pages:
 
     async def capabilities(self, scope: Scope, send: Send) -> None:
         engine = self._service.ready()
-        body = {"model": self._service.names()[0], "max_model_len": engine.max_model_len}
-        await send_json(send, {**body, **_listed(engine.capabilities)})
+        await send_json(send, _can_do(engine, self._service.names()))
 
     async def health(self, scope: Scope, send: Send) -> None:
         health = self._service.health()
@@ -163,10 +162,21 @@ class _Pages:
         }
 
 
-def _listed(capabilities: Capabilities) -> dict[str, Any]:
-    """Return capabilities as JSON, sets in order."""
-    items = dataclasses.asdict(capabilities).items()
-    return {name: sorted(value) if isinstance(value, frozenset) else value for name, value in items}
+def _can_do(engine: Engine, names: Sequence[str]) -> dict[str, Any]:
+    """Return what a client may ask of this server, as JSON: the backend's capabilities within the server's limits."""
+    can = engine.capabilities
+    return {
+        "version": slotline.__version__,
+        "model": names[0],
+        "models": list(names),
+        "max_model_len": engine.max_model_len,
+        **{name: _in_order(value) for name, value in dataclasses.asdict(can).items()},
+        "max_logprobs": logprob_cap(engine) if can.logprobs else 0,
+    }
+
+
+def _in_order(value: Any) -> Any:
+    return sorted(value) if isinstance(value, frozenset) else value
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -33,7 +33,7 @@ def test_version():
     assert run("--version").output == f"slotline {slotline.__version__}\n"
 
 
-@pytest.mark.parametrize("command", ["chat", "generate", "serve"])
+@pytest.mark.parametrize("command", ["chat", "generate", "score", "serve"])
 def test_every_engine_option_is_there(command):
     shown = run(command, "--help").output
     for field in slotline.EngineConfig.__dataclass_fields__:
