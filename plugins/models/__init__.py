@@ -50,10 +50,11 @@ def slotline_register_formats(register: Callable[[str, Any], None]) -> None:
 
 @hookimpl
 def slotline_register_architectures(register: Callable[[str, Any], None]) -> None:
-    """Register Llama."""
-    from slotline.plugins.models.architectures import LLAMA
+    """Register Llama and its relatives."""
+    from slotline.plugins.models.architectures import BUILT_IN
 
-    register(LLAMA.name, LLAMA)
+    for architecture in BUILT_IN:
+        register(architecture.name, architecture)
 
 
 @hookimpl

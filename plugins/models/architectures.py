@@ -1,244 +1,182 @@
-"""Architectures: how a checkpoint's config and tensor names map to a decoder description."""
+"""The architectures that slotline knows: what sets each apart from Llama."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from functools import partial
 
-from slotline.errors import CheckpointError
-from slotline.plugins.models.checkpoint import TensorNames, TensorStore
-from slotline.plugins.models.decoder import DecoderConfig, RopeScaling
+from slotline.plugins.models import names
+from slotline.plugins.models.architecture import Architecture
+from slotline.plugins.models.checkpoint import TensorStore
+from slotline.plugins.models.decoder import DecoderConfig
 from slotline.plugins.models.fields import Fields
+from slotline.plugins.models.gguf_config import decoder_from_gguf, gguf_windows
+from slotline.plugins.models.hf_config import decoder_from_hf, rope_of, rope_scaling, windows_of
+
+_GELU = "gelu_pytorch_tanh"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Architecture:
-    """One family of checkpoints.
-
-    Attributes:
-        name: slotline's name for it.
-        hf_names: entries of config.json's ``architectures`` that mean this one.
-        gguf_names: values of ``general.architecture`` that mean this one.
-        parse_hf: config.json to a description.
-        parse_gguf: metadata (keys under the architecture's name) and tensors to a description.
-        hf_tensors: names in Hugging Face checkpoints.
-        gguf_tensors: names in GGUF files.
-    """
-
-    name: str
-    hf_names: tuple[str, ...]
-    gguf_names: tuple[str, ...]
-    parse_hf: Callable[[Fields], DecoderConfig]
-    parse_gguf: Callable[[Fields, TensorStore], DecoderConfig]
-    hf_tensors: TensorNames
-    gguf_tensors: TensorNames
+def _windowed(fields: Fields, architecture: str) -> DecoderConfig:
+    """Every layer has the window that the config gives."""
+    return decoder_from_hf(fields, architecture, **windows_of(fields, lambda layer: True))
 
 
-def find_architecture(registered: Mapping[str, Architecture], name: object, *, kind: str, where: str) -> Architecture:
-    """Return the architecture that a file names.
-
-    Args:
-        kind: "hf" or "gguf", whose names are compared.
-
-    Raises:
-        CheckpointError: naming the unknown architecture and the known ones.
-    """
-    known: dict[str, Architecture] = {}
-    for arch in registered.values():
-        known.update(dict.fromkeys(arch.hf_names if kind == "hf" else arch.gguf_names, arch))
-    if isinstance(name, str) and name in known:
-        return known[name]
-    raise CheckpointError(
-        f"{where}: architecture {name!r} is not supported; known: {', '.join(sorted(known)) or 'none'}"
-    )
+def _qwen(fields: Fields, architecture: str) -> DecoderConfig:
+    windows: dict[str, object] = {}
+    if fields.flag("use_sliding_window", False):
+        first = fields.integer("max_window_layers", 28, low=0)
+        windows = windows_of(fields, lambda layer: layer >= first)
+    own = {"attention_bias": True, "output_bias": False} if architecture == "qwen2" else {"qk_norm": True}
+    return decoder_from_hf(fields, architecture, **own, **windows)
 
 
-_MAX_LAYERS = 4096  # a damaged number would keep us busy naming tensors
-_SCALING_TYPES = "linear, llama3"
-
-
-def _hf_rope(fields: Fields) -> tuple[float, RopeScaling | None]:
-    """Return theta and scaling; newer configs keep both in rope_parameters, older ones apart."""
-    table = fields.get("rope_parameters", fields.get("rope_scaling", {}))
-    if not isinstance(table, dict):
-        raise CheckpointError(f"{fields.where}: rope_scaling is {table!r:.80}; allowed: a table, or null")
-    rope = Fields(table, f"{fields.where}, rope_scaling")
-    theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
-    kind = rope.text("rope_type", rope.text("type", "default"))
-    if kind == "default":
-        return theta, None
-    if kind == "linear":
-        return theta, RopeScaling(kind="linear", factor=rope.number("factor", low=1.0))
-    if kind == "llama3":
-        scaling = RopeScaling(
-            kind="llama3",
-            factor=rope.number("factor", low=1.0),
-            low_freq_factor=rope.number("low_freq_factor"),
-            high_freq_factor=rope.number("high_freq_factor"),
-            original_context_length=rope.integer("original_max_position_embeddings"),
-        )
-        if scaling.low_freq_factor >= scaling.high_freq_factor:
-            raise CheckpointError(f"{rope.where}: low_freq_factor must be below high_freq_factor")
-        return theta, scaling
-    raise CheckpointError(f"{rope.where}: type {kind!r} is not supported; known: {_SCALING_TYPES}")
-
-
-def _llama_from_hf(fields: Fields) -> DecoderConfig:
-    if fields.get("quantization_config"):
-        raise CheckpointError(
-            f"{fields.where} describes quantized weights, which are not supported in this format; "
-            "take the unquantized model or a GGUF file"
-        )
-    act = fields.text("hidden_act", "silu")
-    if act != "silu":
-        raise CheckpointError(f"{fields.where}: hidden_act is {act!r}; allowed for Llama: silu")
-    hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-    theta, scaling = _hf_rope(fields)
+def _internlm(fields: Fields) -> DecoderConfig:
+    """InternLM 1: Llama with biases around attention, and its own key for the rotation."""
+    biased = fields.flag("bias", True)
+    rotary = fields.get("rotary")
+    if not isinstance(rotary, dict):
+        return decoder_from_hf(fields, "internlm", attention_bias=biased, output_bias=biased)
+    kind = {"origin": "default"}.get(str(rotary.get("type")), rotary.get("type"))
     context = fields.integer("max_position_embeddings", 2048)
-    if scaling is not None and scaling.kind == "linear":
-        context = int(context * scaling.factor)  # the field keeps the length before stretching
-    config = DecoderConfig(
-        architecture="llama",
-        hidden_size=hidden,
-        intermediate_size=fields.integer("intermediate_size"),
-        num_layers=fields.integer("num_hidden_layers"),
-        num_heads=heads,
-        num_kv_heads=fields.integer("num_key_value_heads", heads),
-        head_dim=fields.integer("head_dim", hidden // heads),
-        vocab_size=fields.integer("vocab_size"),
-        context_length=context,
-        rms_eps=fields.number("rms_norm_eps", 1e-6),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        tie_embeddings=fields.flag("tie_word_embeddings", False),
-        attention_bias=fields.flag("attention_bias", False),
-        mlp_bias=fields.flag("mlp_bias", False),
-    )
-    return checked(config, fields.where)
+    table = {"type": kind, "factor": rotary.get("scaling_factor", 1.0), "rope_theta": rotary.get("base", 10000.0)}
+    own = Fields({**fields.values, "rope_scaling": table, "max_position_embeddings": context}, fields.where)
+    return decoder_from_hf(own, "internlm", attention_bias=biased, output_bias=biased)
 
 
-def _gguf_rope_scaling(fields: Fields, store: TensorStore) -> RopeScaling | None:
-    if "rope_freqs.weight" in store.tensors:  # how converted Llama 3.1 files carry their scaling
-        return RopeScaling(kind="factors", factors=tuple(store.read("rope_freqs.weight").flatten().tolist()))
-    kind = fields.text("rope.scaling.type", "none")
-    if kind == "none":
-        return None
-    if kind == "linear":
-        return RopeScaling(kind="linear", factor=fields.number("rope.scaling.factor", low=1.0))
-    raise CheckpointError(
-        f"{fields.where}: {fields.prefix}rope.scaling.type {kind!r} is not supported; known: none, linear"
-    )
+def _internlm2(fields: Fields) -> DecoderConfig:
+    biased = fields.flag("bias", False)
+    return decoder_from_hf(fields, "internlm2", attention_bias=biased, output_bias=biased)
 
 
-def _llama_from_gguf(fields: Fields, store: TensorStore) -> DecoderConfig:
-    if fields.integer("expert_count", 0, low=0):
-        raise CheckpointError(f"{fields.where} is a mixture of experts, which is not supported; take a dense model")
-    hidden, heads = fields.integer("embedding_length"), fields.integer("attention.head_count")
-    head_dim = fields.integer("attention.key_length", hidden // heads)
-    if fields.integer("rope.dimension_count", head_dim) != head_dim:
-        raise CheckpointError(f"{fields.where} rotates only a part of each head, which is not supported for Llama")
-    embed = store.tensors.get("token_embd.weight")
-    biased = "blk.0.attn_q.bias" in store.tensors
-    config = DecoderConfig(
-        architecture="llama",
-        hidden_size=hidden,
-        intermediate_size=fields.integer("feed_forward_length"),
-        num_layers=fields.integer("block_count"),
-        num_heads=heads,
-        num_kv_heads=fields.integer("attention.head_count_kv", heads),
-        head_dim=head_dim,
-        vocab_size=fields.integer("vocab_size", embed.shape[0] if embed else 1),
-        context_length=fields.integer("context_length"),
-        rms_eps=fields.number("attention.layer_norm_rms_epsilon"),
-        rope_theta=fields.number("rope.freq_base", 10000.0),
-        rope_scaling=_gguf_rope_scaling(fields, store),
-        tie_embeddings="output.weight" not in store.tensors,
-        attention_bias=biased,
-        mlp_bias="blk.0.ffn_up.bias" in store.tensors,
-    )
-    return checked(config, fields.where)
+def _gemma(fields: Fields, architecture: str) -> DecoderConfig:
+    """Gemma 2 and 3: norms around, scaled embeddings, windows in some layers, capped scores or normalised heads."""
+    third = architecture == "gemma3"
+    period = fields.integer("sliding_window_pattern", 6) if third else 2
+    context = fields.integer("max_position_embeddings", 8192)
+    windows = windows_of(fields, lambda layer: (layer + 1) % period != 0)
+    own: dict[str, object] = {
+        "context_length": context,  # it is given after stretching
+        "tie_embeddings": fields.flag("tie_word_embeddings", True),
+        "hidden_act": fields.text("hidden_activation", _GELU),
+        "post_norms": True,
+        "embedding_scale": fields.integer("hidden_size") ** 0.5,
+        "query_scale": fields.number("query_pre_attn_scalar", 256.0, low=1e-3) ** -0.5,
+        "logit_softcap": fields.number("final_logit_softcapping", None),
+        "head_dim": fields.integer("head_dim", 256),
+    }
+    if third:
+        own |= _gemma3_ropes(fields, context) | {"qk_norm": True}
+    else:
+        own["attention_softcap"] = fields.number("attn_logit_softcapping", None)
+    return decoder_from_hf(fields, architecture, **own, **windows)
 
 
-def checked(config: DecoderConfig, where: str) -> DecoderConfig:
-    """Return ``config`` if its numbers fit together.
-
-    Raises:
-        CheckpointError: naming the two that do not.
-    """
-    if config.num_heads % config.num_kv_heads:
-        raise CheckpointError(
-            f"{where}: {config.num_heads} attention heads cannot share {config.num_kv_heads} key-value heads"
-        )
-    if config.num_layers > _MAX_LAYERS:
-        raise CheckpointError(
-            f"{where}: {config.num_layers} layers are not plausible; the file is damaged, fetch it again"
-        )
-    if config.head_dim % 2:
-        raise CheckpointError(f"{where}: head_dim is {config.head_dim}; rotary embeddings need an even number")
-    if config.rope_theta <= 0:
-        raise CheckpointError(f"{where}: rope_theta is {config.rope_theta:g}; it must be above 0")
-    scaling = config.rope_scaling
-    if scaling is not None and scaling.kind == "factors" and len(scaling.factors) != config.head_dim // 2:
-        raise CheckpointError(f"{where}: {len(scaling.factors)} rotary factors do not fit head_dim {config.head_dim}")
-    return config
+def _gemma3_ropes(fields: Fields, context: int) -> dict[str, object]:
+    """Read two rotations: newer configs have a table for each kind of layer, older ones keys of their own."""
+    table = fields.get("rope_parameters")
+    if isinstance(table, dict) and "full_attention" in table:
+        theta, scaling = rope_of(fields, context, "full_attention")
+        local, local_scaling = rope_of(fields, context, "sliding_attention")
+    else:
+        older = Fields(fields.get("rope_scaling", {}), f"{fields.where}, rope_scaling")
+        theta, scaling = fields.number("rope_theta", 1_000_000.0), rope_scaling(older, fields, context)
+        local, local_scaling = fields.number("rope_local_base_freq", 10_000.0), None
+    return {
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "local_rope_theta": local,
+        "local_rope_scaling": local_scaling,
+    }
 
 
-def _with_biases(names: Mapping[str, str], *biased: str) -> dict[str, Any]:
-    both = dict(names)
-    for part in biased:
-        weight = names["layers.{i}." + part]
-        both[f"layers.{{i}}.{part}_bias"] = weight.removesuffix("weight") + "bias"
-    return both
+def _from_gguf(architecture: str) -> Callable[[Fields, TensorStore], DecoderConfig]:
+    def parse(fields: Fields, store: TensorStore) -> DecoderConfig:
+        window = fields.integer("attention.sliding_window", None)
+        return decoder_from_gguf(fields, store, architecture, sliding_window=window)
+
+    return parse
 
 
-_LINEARS = ("q", "k", "v", "o", "gate", "up", "down")
+def _qwen3_from_gguf(fields: Fields, store: TensorStore) -> DecoderConfig:
+    return decoder_from_gguf(fields, store, "qwen3", qk_norm=True)
 
-LLAMA = Architecture(
-    name="llama",
-    hf_names=("LlamaForCausalLM",),
-    gguf_names=("llama",),
-    parse_hf=_llama_from_hf,
-    parse_gguf=_llama_from_gguf,
-    hf_tensors=TensorNames(
-        names=_with_biases(
-            {
-                "embed": "model.embed_tokens.weight",
-                "layers.{i}.attn_norm": "model.layers.{i}.input_layernorm.weight",
-                "layers.{i}.q": "model.layers.{i}.self_attn.q_proj.weight",
-                "layers.{i}.k": "model.layers.{i}.self_attn.k_proj.weight",
-                "layers.{i}.v": "model.layers.{i}.self_attn.v_proj.weight",
-                "layers.{i}.o": "model.layers.{i}.self_attn.o_proj.weight",
-                "layers.{i}.mlp_norm": "model.layers.{i}.post_attention_layernorm.weight",
-                "layers.{i}.gate": "model.layers.{i}.mlp.gate_proj.weight",
-                "layers.{i}.up": "model.layers.{i}.mlp.up_proj.weight",
-                "layers.{i}.down": "model.layers.{i}.mlp.down_proj.weight",
-                "final_norm": "model.norm.weight",
-                "lm_head": "lm_head.weight",
-            },
-            *_LINEARS,
-        ),
-        ignored=(r".*rotary_emb\.inv_freq",),  # old checkpoints store what the config says anyway
-    ),
-    gguf_tensors=TensorNames(
-        names=_with_biases(
-            {
-                "embed": "token_embd.weight",
-                "layers.{i}.attn_norm": "blk.{i}.attn_norm.weight",
-                "layers.{i}.q": "blk.{i}.attn_q.weight",
-                "layers.{i}.k": "blk.{i}.attn_k.weight",
-                "layers.{i}.v": "blk.{i}.attn_v.weight",
-                "layers.{i}.o": "blk.{i}.attn_output.weight",
-                "layers.{i}.mlp_norm": "blk.{i}.ffn_norm.weight",
-                "layers.{i}.gate": "blk.{i}.ffn_gate.weight",
-                "layers.{i}.up": "blk.{i}.ffn_up.weight",
-                "layers.{i}.down": "blk.{i}.ffn_down.weight",
-                "final_norm": "output_norm.weight",
-                "lm_head": "output.weight",
-            },
-            *_LINEARS,
-        ),
-        ignored=(r"rope_freqs\.weight", r"blk\.\d+\.attn_rot_embd"),  # the first is read with the config
-        interleaved=frozenset({"q", "k"}),
-    ),
+
+def _gemma_from_gguf(fields: Fields, store: TensorStore, architecture: str) -> DecoderConfig:
+    hidden, layers = fields.integer("embedding_length"), fields.integer("block_count")
+    third = architecture == "gemma3"
+    largest = 62 if third else 46  # the 27B models divide by another number than head_dim; the files do not say
+    head_dim = fields.integer("attention.key_length", 256)
+    scalar = hidden / fields.integer("attention.head_count") if layers == largest else head_dim
+    own: dict[str, object] = {
+        "hidden_act": _GELU,
+        "post_norms": True,
+        "embedding_scale": hidden**0.5,
+        "query_scale": scalar**-0.5,
+        "head_dim": head_dim,
+        "rotary_dim": None,
+        "logit_softcap": fields.number("final_logit_softcapping", None),
+    }
+    if third:
+        own |= {"qk_norm": True, "local_rope_theta": fields.number("rope.freq_base_swa", 10_000.0)}
+        own["rope_theta"] = fields.number("rope.freq_base", 1_000_000.0)
+    else:
+        own["attention_softcap"] = fields.number("attn_logit_softcapping", None)
+    windows = gguf_windows(fields, layers, 6 if third else 2)
+    return decoder_from_gguf(fields, store, architecture, **own, **windows)
+
+
+def _like_llama(name: str, hf_name: str, parse: Callable[[Fields], DecoderConfig], **more: object) -> Architecture:
+    """Return an architecture with Llama's tensor names."""
+    given = {
+        "hf_types": (name,),
+        "hf_tensors": names.HF_NAMES,
+        "gguf_names": (name,),
+        "parse_gguf": _from_gguf(name),
+        "gguf_tensors": names.GGUF_NAMES,
+    }
+    return Architecture(name=name, hf_names=(hf_name,), parse_hf=parse, **{**given, **more})  # type: ignore[arg-type]
+
+
+LLAMA = _like_llama(
+    "llama",
+    "LlamaForCausalLM",
+    lambda fields: decoder_from_hf(fields, "llama"),
+    gguf_tensors=names.GGUF_PAIRED_NAMES,
 )
+MISTRAL = _like_llama(
+    "mistral", "MistralForCausalLM", partial(_windowed, architecture="mistral"), gguf_tensors=names.GGUF_PAIRED_NAMES
+)
+QWEN2 = _like_llama("qwen2", "Qwen2ForCausalLM", partial(_qwen, architecture="qwen2"))
+QWEN3 = _like_llama("qwen3", "Qwen3ForCausalLM", partial(_qwen, architecture="qwen3"), parse_gguf=_qwen3_from_gguf)
+INTERNLM = _like_llama("internlm", "InternLMForCausalLM", _internlm, gguf_names=(), parse_gguf=None, gguf_tensors=None)
+INTERNLM2 = _like_llama(
+    "internlm2",
+    "InternLM2ForCausalLM",
+    _internlm2,
+    hf_tensors=names.INTERNLM2_NAMES,
+    gguf_tensors=names.GGUF_PAIRED_NAMES,
+)
+GEMMA2 = _like_llama(
+    "gemma2",
+    "Gemma2ForCausalLM",
+    partial(_gemma, architecture="gemma2"),
+    hf_tensors=names.HF_GEMMA_NAMES,
+    parse_gguf=partial(_gemma_from_gguf, architecture="gemma2"),
+)
+GEMMA3 = _like_llama(
+    "gemma3",
+    "Gemma3ForCausalLM",
+    partial(_gemma, architecture="gemma3"),
+    hf_types=("gemma3_text",),
+    hf_tensors=names.HF_GEMMA_NAMES,
+    parse_gguf=partial(_gemma_from_gguf, architecture="gemma3"),
+)
+PHI3 = _like_llama(
+    "phi3",
+    "Phi3ForCausalLM",
+    partial(_windowed, architecture="phi3"),
+    hf_tensors=names.HF_PHI3_NAMES,
+    gguf_tensors=names.GGUF_PHI3_NAMES,
+)
+
+BUILT_IN = (LLAMA, MISTRAL, QWEN2, QWEN3, INTERNLM, INTERNLM2, GEMMA2, GEMMA3, PHI3)

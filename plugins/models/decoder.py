@@ -2,46 +2,46 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
+from slotline.plugins.models.rope import Rope, RopeScaling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RopeScaling:
-    """How rotary frequencies are stretched for longer contexts.
+class LayerKind:
+    """How the layers of one kind see other positions.
 
     Attributes:
-        kind: "linear" (all by ``factor``), "llama3" (low frequencies by ``factor``, a smooth band
-            between), or "factors" (each by its own number, as GGUF stores them).
-        original_context_length: tokens the model was first trained on; used by "llama3".
-        factors: [head_dim / 2] divisors; used by "factors".
+        window: tokens each one sees, itself included; None = all before it.
     """
 
-    kind: str
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_context_length: int = 8192
-    factors: tuple[float, ...] = ()
+    window: int | None
+    rope: Rope
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
-    """One pre-norm decoder-only transformer.
+    """One decoder-only transformer with RMS norms and gated feed-forward layers.
 
     Attributes:
         head_dim: width of one attention head; not always hidden_size / num_heads.
         num_kv_heads: num_heads for multi-head, 1 for multi-query, between for grouped attention.
         context_length: longest sequence the model was made for, in tokens.
+        rotary_dim: channels of each head that the rotation turns, the first ones; None = all.
         tie_embeddings: the head is the embedding matrix; there is no tensor ``lm_head``.
-        attention_bias: q, k, v and o have biases.
+        attention_bias: q, k and v have biases.
+        output_bias: o has one.
         mlp_bias: gate, up and down have biases.
         sliding_window: tokens each one sees, or None for all.
+        global_layers: layers that see everything even so.
+        local_rope_theta: the base of the rotation in layers with a window, where it is another one.
+        local_rope_scaling: the scaling there; used with ``local_rope_theta``.
         qk_norm: q and k are RMS-normalised per head before the rotation.
+        post_norms: what attention and feed-forward layers add is normalised, too.
+        embedding_scale: embeddings are multiplied by it.
+        query_scale: attention scores are multiplied by it; None = head_dim ** -0.5.
+        attention_softcap: scores are squeezed into (-cap, cap) by a tanh; None = not.
+        logit_softcap: likewise the logits.
         hidden_act: the gate's activation, as Hugging Face names it.
     """
 
@@ -57,12 +57,45 @@ class DecoderConfig:
     rms_eps: float = 1e-6
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
+    rotary_dim: int | None = None
     tie_embeddings: bool = False
     attention_bias: bool = False
+    output_bias: bool = False
     mlp_bias: bool = False
     sliding_window: int | None = None
+    global_layers: frozenset[int] = frozenset()
+    local_rope_theta: float | None = None
+    local_rope_scaling: RopeScaling | None = None
     qk_norm: bool = False
+    post_norms: bool = False
+    embedding_scale: float = 1.0
+    query_scale: float | None = None
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
     hidden_act: str = "silu"
+
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """Return the kinds of layers there are, one or two; ``kind_of`` says which layer is of which."""
+        dim = self.rotary_dim or self.head_dim
+        rope = Rope(theta=self.rope_theta, dim=dim, scaling=self.rope_scaling)
+        local = rope
+        if self.local_rope_theta is not None:
+            local = Rope(theta=self.local_rope_theta, dim=dim, scaling=self.local_rope_scaling)
+        everything = LayerKind(window=None, rope=rope)
+        if self.sliding_window is None:
+            return (everything,)
+        windowed = LayerKind(window=self.sliding_window, rope=local)
+        return (windowed, everything) if self.global_layers else (windowed,)
+
+    def kind_of(self, layer: int) -> int:
+        """Return the index of a layer's kind in ``layer_kinds``."""
+        return int(self.sliding_window is not None and layer in self.global_layers)
+
+    @property
+    def kv_values_per_token(self) -> int:
+        """Return how many values of keys and values one token takes, over all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
 
 def expected_tensors(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
@@ -93,41 +126,11 @@ def _layer_tensors(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         "up": (inner, hidden),
         "down": (hidden, inner),
     }
-    biased = ("q", "k", "v", "o") * config.attention_bias + ("gate", "up", "down") * config.mlp_bias
+    biased = ("q", "k", "v") * config.attention_bias + ("o",) * config.output_bias
+    biased += ("gate", "up", "down") * config.mlp_bias
     shapes.update({f"{name}_bias": shapes[name][:1] for name in biased})
     if config.qk_norm:
         shapes.update(q_norm=(config.head_dim,), k_norm=(config.head_dim,))
+    if config.post_norms:
+        shapes.update(attn_post_norm=(hidden,), mlp_post_norm=(hidden,))
     return shapes
-
-
-def rope_inv_freq(config: DecoderConfig) -> torch.Tensor:
-    """Return [head_dim / 2] float32 radians per position, scaling applied.
-
-    The rotation pairs channel i with channel i + head_dim / 2 (the half-split layout), which is how
-    checkpoints hand out q and k.
-    """
-    import torch
-
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
-    freq: torch.Tensor = 1.0 / (config.rope_theta**exponents)
-    scaling = config.rope_scaling
-    if scaling is None:
-        return freq
-    if scaling.kind == "linear":
-        return freq / scaling.factor
-    if scaling.kind == "factors":
-        return freq / torch.tensor(scaling.factors, dtype=torch.float32)
-    return _llama3(freq, scaling)
-
-
-def _llama3(freq: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
-    """Divide frequencies with long waves by the factor, keep short ones, blend those between."""
-    import torch
-
-    original, low, high = scaling.original_context_length, scaling.low_freq_factor, scaling.high_freq_factor
-    waves = 2 * math.pi / freq
-    stretched = torch.where(waves > original / low, freq / scaling.factor, freq)
-    smooth = (original / waves - low) / (high - low)
-    blended = (1 - smooth) * stretched / scaling.factor + smooth * stretched
-    between = (waves >= original / high) & (waves <= original / low)
-    return torch.where(between, blended, stretched)

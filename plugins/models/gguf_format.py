@@ -8,7 +8,7 @@ from typing import Any
 
 from slotline.config import EngineConfig
 from slotline.errors import CheckpointError
-from slotline.plugins.models.architectures import Architecture, find_architecture
+from slotline.plugins.models.architecture import Architecture, find_architecture
 from slotline.plugins.models.checkpoint import Checkpoint
 from slotline.plugins.models.fields import Fields
 from slotline.plugins.models.generation import sampling_defaults
@@ -60,6 +60,7 @@ class GGUFFormat:
 def _checkpoint(file: GGUFFile, architectures: Mapping[str, Architecture]) -> Checkpoint:
     name = file.metadata.get("general.architecture")
     arch = find_architecture(architectures, name, kind="gguf", where=file.where)
+    assert arch.parse_gguf is not None and arch.gguf_tensors is not None  # it has a GGUF name
     return Checkpoint(arch.parse_gguf(Fields(file.metadata, file.where, f"{name}."), file), file, arch.gguf_tensors)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from slotline.config import EngineConfig
 from slotline.errors import CheckpointError
-from slotline.plugins.models.architectures import Architecture, find_architecture
+from slotline.plugins.models.architecture import Architecture, find_architecture
 from slotline.plugins.models.checkpoint import Checkpoint, TensorStore
 from slotline.plugins.models.fields import Fields
 from slotline.plugins.models.generation import sampling_defaults
@@ -82,7 +82,7 @@ def _checkpoint(folder: Path, store: TensorStore, architectures: Mapping[str, Ar
     fields = _config(folder)
     names = fields.get("architectures", [])
     named = names[0] if isinstance(names, list) and names else None
-    arch = find_architecture(architectures, named, kind="hf", where=fields.where)
+    arch = find_architecture(architectures, named, kind="hf", where=fields.where, model_type=fields.get("model_type"))
     return Checkpoint(arch.parse_hf(fields), store, arch.hf_tensors)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from slotline.config import EngineConfig
-from slotline.plugins.models.architectures import Architecture
+from slotline.plugins.models.architecture import Architecture
 from slotline.plugins.models.checkpoint import Checkpoint
 from slotline.plugins.models.tokenizer import FastTokenizer
 

@@ -26,6 +26,7 @@ from slotline.plugins.torch_backend.memory import (
     longest_sequence,
 )
 from slotline.plugins.torch_backend.processing import Processors
+from slotline.plugins.torch_backend.rotation import dynamic_from
 from slotline.plugins.torch_backend.sampler import Sampler
 from slotline.plugins.torch_backend.step import Runner
 from slotline.plugins.torch_backend.weights import load_weights
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from slotline.plugins.models.decoder import DecoderConfig
     from slotline.plugins.processors import ProcessorFactory
 
+CPU_BATCH_TOKENS = 512  # a longer step would keep rows that decode waiting for most of a second
+GPU_BATCH_TOKENS = 8192
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -89,7 +92,7 @@ class TorchBackend:
     def _build(self, config: EngineConfig, model: Model, device: torch.device, dtype: torch.dtype) -> Runner:
         checkpoint: Checkpoint = model.checkpoint
         decoder_config = checkpoint.config
-        longest = longest_sequence(config, model.context_length)
+        longest = longest_sequence(config, model.context_length, dynamic_from(decoder_config))
         weights = load_weights(checkpoint, device=device, dtype=dtype, positions=longest)
         size = _size_cache(config, decoder_config, device, dtype, longest)
         places = size.num_blocks * size.block_size
@@ -102,22 +105,26 @@ class TorchBackend:
             max_model_len=longest,
             vocab_size=model.vocab_size,
             memory_report={"weights": weights.nbytes, "kv_cache": size.nbytes},
+            batch_tokens=CPU_BATCH_TOKENS if device.type == "cpu" else GPU_BATCH_TOKENS,
         )
         heads = Heads(
             decoder_config.num_heads,
             decoder_config.num_kv_heads,
             decoder_config.head_dim,
-            decoder_config.sliding_window,
+            decoder_config.head_dim**-0.5 if decoder_config.query_scale is None else decoder_config.query_scale,
+            decoder_config.attention_softcap,
         )
+        windows = [kind.window for kind in decoder_config.layer_kinds]
         processors = Processors(self.processors, info)
         return Runner(
             info=info,
             device=device,
             decoder=Decoder(decoder_config, weights, deterministic=config.deterministic),
-            planner=AttentionPlanner(heads, device, dtype, deterministic=config.deterministic),
+            planner=AttentionPlanner(heads, windows, device, dtype, deterministic=config.deterministic),
             pool=pool,
             sampler=Sampler(processors),
             processors=processors,
+            uses_lengths=dynamic_from(decoder_config) is not None,
         )
 
     def launch(self, plan: StepPlan) -> StepHandle:

@@ -16,7 +16,7 @@ TILE = 16  # tokens that deterministic mode computes at once, always
 
 
 class Decoder:
-    """A pre-norm transformer whose linear layers see the whole step.
+    """A transformer whose linear layers see the whole step.
 
     Libraries pick another order of summation for another number of tokens. With
     ``deterministic`` everything but attention therefore runs on tiles of TILE tokens, the last one
@@ -30,22 +30,27 @@ class Decoder:
         self._dtype = weights.embed.dtype
         self._rotated = (config.num_heads + config.num_kv_heads) * config.head_dim  # channels of q and k
 
-    def hidden(self, pool: Tensor, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+    def hidden(
+        self, pool: Tensor, token_ids: Tensor, positions: Tensor, lengths: Tensor | None, attention: Attention
+    ) -> Tensor:
         """Return [T, C] the last layer's output, normalised.
 
         Args:
             pool: [layers, places, 2 * K * D] keys and values, written and read.
             token_ids: [T]
             positions: [T]
+            lengths: [T] of the token's sequence, where the rotation depends on it.
         """
         count = len(token_ids)
         w = self._weights
         # The residual stream is float32 whatever the weights are: rounding it at every layer costs most accuracy.
         x = self._padded(functional.embedding(token_ids, w.embed).float())  # [T, C]; T is now a multiple of TILE
-        rotation = self._padded(w.rotation.index_select(0, positions)).unsqueeze(1)  # [T, 1, D / 2]
+        if self._config.embedding_scale != 1.0:
+            x = x * self._config.embedding_scale
+        rotations = [self._padded(rotation) for rotation in w.rotations(positions, lengths)]  # each [T, 1, D / 2]
         for layer, layer_pool in zip(w.layers, pool, strict=True):
-            q, kv = self._by_tile(lambda a, r, layer=layer: self._before(layer, a, r), x, rotation)
-            answered = attention(layer_pool, q[:count], kv[:count])  # [T, H D]
+            q, kv = self._by_tile(lambda a, r, layer=layer: self._before(layer, a, r), x, rotations[layer.kind])
+            answered = attention(layer.kind, layer_pool, q[:count], kv[:count])  # [T, H D]
             (x,) = self._by_tile(lambda a, y, layer=layer: (self._after(layer, a, y),), x, self._padded(answered))
         (x,) = self._by_tile(lambda a: (self._norm(a, w.final_norm).to(self._dtype),), x)
         return x[:count]
@@ -53,7 +58,8 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return [T, V] in float32 for hidden states [T, C]."""
         (logits,) = self._by_tile(lambda a: (self._weights.head(a),), self._padded(hidden))
-        return logits[: len(hidden)]
+        cap = self._config.logit_softcap
+        return logits[: len(hidden)] if cap is None else torch.tanh(logits[: len(hidden)] / cap) * cap
 
     def _before(self, layer: Layer, x: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
         """Return queries [T, H, D], and keys and values [T, 2 * K * D]."""
@@ -68,9 +74,12 @@ class Decoder:
         return qk[:, : c.num_heads], kv
 
     def _after(self, layer: Layer, x: Tensor, answered: Tensor) -> Tensor:
-        x = x + layer.out(answered)
+        x = x + self._added(layer.out(answered), layer.attn_post_norm)
         gate, up = layer.gate_up(self._norm(x, layer.mlp_norm).to(self._dtype)).chunk(2, -1)
-        return x + layer.down(self._weights.activation(gate) * up)
+        return x + self._added(layer.down(self._weights.activation(gate) * up), layer.mlp_post_norm)
+
+    def _added(self, y: Tensor, post_norm: Tensor | None) -> Tensor:
+        return y if post_norm is None else self._norm(y, post_norm)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return functional.rms_norm(x.float(), weight.shape, weight, self._config.rms_eps)

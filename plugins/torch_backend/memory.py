@@ -34,14 +34,26 @@ class CacheSize:
         return self.num_blocks * self.bytes_per_block
 
 
-def longest_sequence(config: EngineConfig, context_length: int) -> int:
+def longest_sequence(config: EngineConfig, context_length: int, shareable: int | None = None) -> int:
     """Return the longest sequence, in tokens.
 
+    Args:
+        shareable: the longest whose prefixes may be shared; None = all.
+
     Raises:
-        ConfigError: max_model_len is longer than what the model was made for.
+        ConfigError: max_model_len is longer than what the model was made for, or than prefix caching allows.
     """
+    limit = context_length
+    if shareable is not None and config.prefix_caching:
+        limit = min(limit, shareable)
     if config.max_model_len is None:
-        return context_length
+        return limit
+    if limit < config.max_model_len <= context_length:
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len}, but beyond {limit} tokens keys of {config.model} depend on the "
+            "length of the prompt and cannot be shared; set prefix_caching to False, or max_model_len to "
+            f"{limit} or less"
+        )
     if config.max_model_len > context_length:
         raise ConfigError(
             f"max_model_len is {config.max_model_len}; allowed: 2 to {context_length}, the context of {config.model}"

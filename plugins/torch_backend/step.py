@@ -75,6 +75,7 @@ class Runner:
         pool: Tensor,
         sampler: Sampler,
         processors: Processors,
+        uses_lengths: bool = False,
     ) -> None:
         self.info = info
         self._device = device
@@ -83,6 +84,7 @@ class Runner:
         self._pool = pool  # [layers, places, 2 * K * D]
         self._sampler = sampler
         self._processors = processors
+        self._uses_lengths = uses_lengths  # a token's rotation depends on its sequence's length
         self._rows: dict[int, Row] = {}
 
     def release(self, rows: Iterable[int]) -> None:
@@ -145,7 +147,17 @@ class Runner:
         attention = self._planner.plan(work.rows, work.start, work.count)
         first = work.ends - work.count
         positions = np.arange(len(work.token_ids)) + np.repeat(work.start - first, work.count)
-        return self._decoder.hidden(self._pool, self._tensor(work.token_ids), self._tensor(positions), attention)
+        lengths = self._lengths(work, positions)
+        return self._decoder.hidden(
+            self._pool, self._tensor(work.token_ids), self._tensor(positions), lengths, attention
+        )
+
+    def _lengths(self, work: _Work, positions: LongArray) -> Tensor | None:
+        """Return [T] the prompt's length for its tokens, each one's own for those sampled; None if nobody asks."""
+        if not self._uses_lengths:
+            return None
+        prompts = np.array([row.setup.prompt_len for row in work.rows], np.int64)
+        return self._tensor(np.maximum(np.repeat(prompts, work.count), positions + 1))
 
     def _score_prompts(self, work: _Work, hidden: Tensor, outcome: _Outcome) -> None:
         """Fill in log-probabilities of prompt positions: those of p come from the output at p - 1."""

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from slotline.errors import CheckpointError
-from slotline.plugins.models.decoder import DecoderConfig, rope_inv_freq
+from slotline.plugins.models.decoder import DecoderConfig
 from slotline.plugins.torch_backend.linear import Head, Linear, linear_kind
+from slotline.plugins.torch_backend.rotation import Rotations, in_pairs
 
 if TYPE_CHECKING:
     from slotline.plugins.models.checkpoint import Checkpoint
@@ -28,16 +29,23 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer. Projections that read the same input are one matrix."""
+    """One layer. Projections that read the same input are one matrix.
 
+    Attributes:
+        kind: index of its kind among the description's ``layer_kinds``.
+    """
+
+    kind: int
     attn_norm: Tensor  # [C] float32, as all norms are
     qkv: Linear  # [T, C] to [T, (H + 2 K) D]
     q_norm: Tensor | None  # [D]
     k_norm: Tensor | None  # [D]
     out: Linear  # [T, H D] to [T, C]
+    attn_post_norm: Tensor | None  # [C]
     mlp_norm: Tensor  # [C]
     gate_up: Linear  # [T, C] to [T, 2 I]
     down: Linear  # [T, I] to [T, C]
+    mlp_post_norm: Tensor | None  # [C]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +53,7 @@ class Weights:
     """Everything the decoder computes with.
 
     Attributes:
-        rotation: a unit complex number per position and channel pair.
+        rotations: complex numbers by position and channel pair.
         nbytes: of all of it.
     """
 
@@ -53,7 +61,7 @@ class Weights:
     layers: tuple[Layer, ...]
     final_norm: Tensor  # [C]
     head: Linear  # [T, C] to [T, V] float32
-    rotation: Tensor  # [positions, D / 2] complex64
+    rotations: Rotations
     activation: Activation
     nbytes: int
 
@@ -71,7 +79,7 @@ def load_weights(checkpoint: Checkpoint, *, device: torch.device, dtype: torch.d
             f"hidden_act is {config.hidden_act!r}; backend torch knows {', '.join(sorted(_ACTIVATIONS))}"
         )
     reader = _Reader(checkpoint, device, dtype)
-    layers = tuple(_layer(reader, f"layers.{i}.", config) for i in range(config.num_layers))
+    layers = tuple(_layer(reader, i, config) for i in range(config.num_layers))
     embed = reader.tensor("embed")
     head = reader.head(embed if config.tie_embeddings else None)
     return Weights(
@@ -79,7 +87,7 @@ def load_weights(checkpoint: Checkpoint, *, device: torch.device, dtype: torch.d
         layers=layers,
         final_norm=reader.norm("final_norm"),
         head=head,
-        rotation=_rotation(config, positions).to(device),
+        rotations=Rotations(config, positions, device),
         activation=activation,
         nbytes=reader.nbytes,
     )
@@ -119,9 +127,9 @@ class _Reader:
         """Join matrices by their outputs; those in ``pairs`` get their rotary channels side by side."""
 
         def joined(suffix: str) -> Tensor:
-            head_dim = self._checkpoint.config.head_dim
+            c = self._checkpoint.config
             found = [(part, self.read(f"{prefix}{part}{suffix}")) for part in parts.split()]
-            return torch.cat([in_pairs(t, head_dim) if part in pairs else t for part, t in found])
+            return torch.cat([in_pairs(t, c.head_dim, c.rotary_dim) if part in pairs else t for part, t in found])
 
         weight = joined("").to(self._device)
         bias = joined("_bias").to(self._device) if biased else None
@@ -129,32 +137,25 @@ class _Reader:
         return self._kind(weight, bias)
 
 
-def _layer(reader: _Reader, prefix: str, config: DecoderConfig) -> Layer:
+def _layer(reader: _Reader, index: int, config: DecoderConfig) -> Layer:
+    prefix = f"layers.{index}."
+
     def head_norm(name: str) -> Tensor | None:
-        return in_pairs(reader.norm(prefix + name), config.head_dim) if config.qk_norm else None
+        return in_pairs(reader.norm(prefix + name), config.head_dim, config.rotary_dim) if config.qk_norm else None
+
+    def post_norm(name: str) -> Tensor | None:
+        return reader.norm(prefix + name) if config.post_norms else None
 
     return Layer(
+        kind=config.kind_of(index),
         attn_norm=reader.norm(f"{prefix}attn_norm"),
         qkv=reader.linear(prefix, "q k v", biased=config.attention_bias, pairs=("q", "k")),
         q_norm=head_norm("q_norm"),
         k_norm=head_norm("k_norm"),
-        out=reader.linear(prefix, "o", biased=config.attention_bias),
+        out=reader.linear(prefix, "o", biased=config.output_bias),
+        attn_post_norm=post_norm("attn_post_norm"),
         mlp_norm=reader.norm(f"{prefix}mlp_norm"),
         gate_up=reader.linear(prefix, "gate up", biased=config.mlp_bias),
         down=reader.linear(prefix, "down", biased=config.mlp_bias),
+        mlp_post_norm=post_norm("mlp_post_norm"),
     )
-
-
-def in_pairs(tensor: Tensor, head_dim: int) -> Tensor:
-    """Reorder rows [heads * D, ...] so that the two channels that rotate together lie side by side.
-
-    Checkpoints pair channel i with i + D / 2. Side by side they are one complex number, and the
-    rotation is one product; attention does not see the order of q's and k's channels.
-    """
-    rest = tensor.shape[1:]
-    return tensor.reshape(-1, 2, head_dim // 2, *rest).transpose(1, 2).reshape(tensor.shape)
-
-
-def _rotation(config: DecoderConfig, positions: int) -> Tensor:
-    angles = torch.outer(torch.arange(positions, dtype=torch.float32), rope_inv_freq(config))
-    return torch.polar(torch.ones_like(angles), angles)  # [positions, D / 2]

@@ -7,7 +7,8 @@ import struct
 import pytest
 
 from slotline.errors import CheckpointError, TokenizerError
-from slotline.plugins.models.decoder import expected_tensors, rope_inv_freq
+from slotline.plugins.models.decoder import expected_tensors
+from slotline.plugins.models.rope import rope_inv_freq
 
 HF_NAMES = {
     "attn_norm": "input_layernorm",
@@ -144,7 +145,7 @@ def test_frequencies_equal_transformers(tiny_llama, open_checkpoint, rope):
 
     tiny = tiny_llama(rope_parameters={**rope, "rope_theta": 10000.0}, head_dim=64)
     config = open_checkpoint(tiny.folder).config
-    assert torch.equal(rope_inv_freq(config), tiny.model.model.rotary_emb.inv_freq)
+    assert torch.equal(rope_inv_freq(config.layer_kinds[0].rope), tiny.model.model.rotary_emb.inv_freq)
 
 
 def test_linear_scaling_stretches_the_context(tiny_llama, open_checkpoint):
@@ -156,15 +157,16 @@ def test_linear_scaling_stretches_the_context(tiny_llama, open_checkpoint):
     ("changes", "words"),
     [
         ({"architectures": ["MambaForCausalLM"]}, ["config.json", "'MambaForCausalLM'", "LlamaForCausalLM"]),
-        ({"architectures": None}, ["architecture None", "LlamaForCausalLM"]),
+        ({"architectures": None, "model_type": None}, ["architecture None", "LlamaForCausalLM"]),
         ({"hidden_size": "big"}, ["hidden_size is 'big'", "an integer"]),
         ({"hidden_size": None}, ["no 'hidden_size'"]),
         ({"num_key_value_heads": 3}, ["4 attention heads", "3 key-value heads"]),
         ({"head_dim": 7}, ["head_dim is 7", "even"]),
         ({"rms_norm_eps": -1}, ["rms_norm_eps is -1"]),
         ({"tie_word_embeddings": "yes"}, ["tie_word_embeddings is 'yes'", "true or false"]),
-        ({"hidden_act": "gelu"}, ["hidden_act is 'gelu'", "silu"]),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, ["'yarn'", "linear, llama3"]),
+        ({"hidden_act": "relu"}, ["hidden_act is 'relu'", "silu"]),
+        ({"rope_parameters": {"rope_type": "spiral"}}, ["'spiral'", "linear, llama3, yarn"]),
+        ({"rope_parameters": {"rope_type": "longrope"}}, ["'longrope'", "shorter context"]),
         ({"rope_parameters": {"rope_type": "linear"}}, ["no 'factor'"]),
         ({"rope_parameters": {"rope_type": "linear", "factor": 0.5}}, ["factor is 0.5"]),
         ({"quantization_config": {"quant_method": "gptq"}}, ["quantized", "GGUF"]),

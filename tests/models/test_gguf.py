@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from slotline.errors import CheckpointError, ModelError, TokenizerError
-from slotline.plugins.models.decoder import rope_inv_freq
 from slotline.plugins.models.gguf_file import GGUFFile
+from slotline.plugins.models.rope import rope_inv_freq
 
 GGUF_PARTS = {
     "input_layernorm": "attn_norm",
@@ -177,7 +177,7 @@ def test_llama3_factors_come_as_a_tensor(tiny_llama, write_gguf, open_checkpoint
     factors = np.array([1.0, 2.0, 4.0, 8.0], dtype=np.float32)
     checkpoint = open_checkpoint(write_gguf(tiny_llama().model, tensors={"rope_freqs.weight": factors}))
     plain = 1.0 / 10000.0 ** (torch.arange(0, 8, 2).float() / 8)
-    torch.testing.assert_close(rope_inv_freq(checkpoint.config), plain / torch.from_numpy(factors))
+    torch.testing.assert_close(rope_inv_freq(checkpoint.config.layer_kinds[0].rope), plain / torch.from_numpy(factors))
 
 
 def test_linear_scaling(tiny_llama, write_gguf, open_checkpoint):
@@ -217,8 +217,8 @@ def test_several_files_in_a_folder(tiny_llama, write_gguf, open_model):
     ("metadata", "words"),
     [
         ({"add_expert_count": (8,)}, ["mixture of experts"]),
-        ({"add_rope_dimension_count": (4,)}, ["a part of each head"]),
-        ({"add_string": ("llama.rope.scaling.type", "yarn")}, ["'yarn'", "none, linear"]),
+        ({"add_rope_dimension_count": (3,)}, ["of which 3 rotate", "even"]),
+        ({"add_string": ("llama.rope.scaling.type", "spiral")}, ["'spiral'", "none, linear, yarn"]),
         ({"add_uint16": ("split.count", 3)}, ["one of 3 parts", "llama-gguf-split"]),
         ({"add_float32": ("general.sampling.top_p", 3.0)}, ["top_p is 3.0", "Correct or remove"]),
     ],
@@ -239,7 +239,9 @@ def test_unknown_architecture(tmp_path, open_model):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(CheckpointError, match=r"other\.gguf: architecture 'rwkv7' is not supported; known: llama"):
+    with pytest.raises(
+        CheckpointError, match=r"other\.gguf: architecture 'rwkv7' is not supported; known: gemma2"
+    ):
         open_model(path)
 
 

@@ -57,6 +57,7 @@ class FakeCheckpoint:
             rope_theta=c.rope_parameters["rope_theta"],
             tie_embeddings=c.tie_word_embeddings,
             attention_bias=c.attention_bias,
+            output_bias=c.attention_bias,
             mlp_bias=c.mlp_bias,
         )
         self._state = model.state_dict()
