@@ -1,7 +1,8 @@
 """What every test may use. Markers are declared in pyproject.toml."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -41,3 +42,42 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="no CUDA GPU"))
+
+
+TOPICS = (
+    "The tide came in slowly and the children",
+    "def fibonacci(n):",
+    "Water boils at a lower temperature on a mountain because",
+    "Dear Sir or Madam,",
+    "The three largest cities of Japan are",
+    "Once upon a time there was a clockmaker who",
+    "SELECT name FROM customers WHERE",
+    "In 1969 two men walked on the Moon, and",
+    "A recipe for bread: first",
+    "The difference between weather and climate is",
+)
+
+
+@pytest.fixture(scope="session")
+def mixed_prompts() -> list[str]:
+    """Return 20 prompts of 1 to about 300 tokens."""
+    short = [topic[: 3 + 5 * i].strip() for i, topic in enumerate(TOPICS)]
+    return short + [" ".join(TOPICS[i:] + TOPICS[:i]) * (1 + i // 4) + topic for i, topic in enumerate(TOPICS)]
+
+
+@pytest.fixture(scope="session")
+def smollm2_reference() -> Any:
+    """Return SmolLM2 in transformers, read by its own GGUF loader, in fp32."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from slotline import EngineConfig
+    from slotline.manager import PluginManager
+
+    manager = PluginManager("")
+    manager.hook.slotline_open_model(config=EngineConfig(), manager=manager)
+    sources = manager.registry("model_sources").values()
+    folder = next(Path(c.path) for s in sources for c in s.list_cached() if c.name == "smollm2-135m")
+    (file,) = folder.rglob("*.gguf")
+    torch.set_num_threads(1)
+    return AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).eval()

@@ -4,38 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import slotline
-from slotline import EngineConfig, SamplingParams
-from slotline.manager import PluginManager
+from slotline import SamplingParams
 
 GREEDY = {"temperature": 0}
 FRANCE = "The capital of France is"
 ALPHABET = "Here is the English alphabet: ABC"
 COUNT = "1, 2, 3, 4, 5, 6,"
-
-TOPICS = (
-    "The tide came in slowly and the children",
-    "def fibonacci(n):",
-    "Water boils at a lower temperature on a mountain because",
-    "Dear Sir or Madam,",
-    "The three largest cities of Japan are",
-    "Once upon a time there was a clockmaker who",
-    "SELECT name FROM customers WHERE",
-    "In 1969 two men walked on the Moon, and",
-    "A recipe for bread: first",
-    "The difference between weather and climate is",
-)
-
-
-def prompts() -> list[str]:
-    """Return 20 prompts of 1 to about 300 tokens."""
-    short = [topic[: 3 + 5 * i].strip() for i, topic in enumerate(TOPICS)]
-    return short + [" ".join(TOPICS[i:] + TOPICS[:i]) * (1 + i // 4) + topic for i, topic in enumerate(TOPICS)]
 
 
 @pytest.fixture(scope="module")
@@ -43,21 +22,6 @@ async def engine(anyio_backend: str) -> AsyncIterator[slotline.Engine]:
     async with slotline.Engine.open(max_slots=4, threads=1, kv_cache_tokens=8192) as engine:
         yield engine
         engine.check_integrity()
-
-
-@pytest.fixture(scope="module")
-def reference() -> Any:
-    """Return transformers' own model, read by its own GGUF loader, in fp32."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    manager = PluginManager("")
-    manager.hook.slotline_open_model(config=EngineConfig(), manager=manager)
-    sources = manager.registry("model_sources").values()
-    folder = next(Path(c.path) for s in sources for c in s.list_cached() if c.name == "smollm2-135m")
-    (file,) = folder.rglob("*.gguf")
-    torch.set_num_threads(1)
-    return AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).eval()
 
 
 def transformers_greedy(model: Any, ids: list[int], count: int) -> list[int]:
@@ -86,22 +50,22 @@ def transformers_choices(model: Any, ids: list[int], answer: list[int]) -> list[
 
 @pytest.mark.timeout(600)
 async def test_twenty_prompts_in_four_slots_give_the_tokens_of_transformers(
-    engine: slotline.Engine, reference: Any
+    engine: slotline.Engine, smollm2_reference: Any, mixed_prompts: list[str]
 ) -> None:
     params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
-    done = await asyncio.gather(*(engine.generate(p, params) for p in prompts()))
+    done = await asyncio.gather(*(engine.generate(p, params) for p in mixed_prompts))
     for completion in done:
-        expected = transformers_choices(reference, completion.prompt_token_ids, completion.token_ids)
+        expected = transformers_choices(smollm2_reference, completion.prompt_token_ids, completion.token_ids)
         assert completion.token_ids == expected, engine.decode(completion.prompt_token_ids)
     for completion in done[::9]:
-        assert completion.token_ids == transformers_greedy(reference, completion.prompt_token_ids, 64)
+        assert completion.token_ids == transformers_greedy(smollm2_reference, completion.prompt_token_ids, 64)
     lengths = [len(c.prompt_token_ids) for c in done]
     assert min(lengths) <= 2 and max(lengths) > 200
 
 
-async def test_eight_identical_prompts_give_eight_identical_answers() -> None:
+async def test_eight_identical_prompts_give_eight_identical_answers(mixed_prompts: list[str]) -> None:
     async with slotline.Engine.open(max_slots=8, threads=1, kv_cache_tokens=4096) as engine:
-        handle = await engine.submit([TOPICS[0]] * 8, SamplingParams(temperature=0, max_tokens=48))
+        handle = await engine.submit([mixed_prompts[9]] * 8, SamplingParams(temperature=0, max_tokens=48))
         done = await handle.completions()
         assert len({tuple(c.token_ids) for c in done}) == 1
 
@@ -231,19 +195,19 @@ async def test_sixteen_biased_requests_do_not_mix(engine: slotline.Engine) -> No
         assert done.token_ids == [49 + i] * 12
 
 
-async def test_preemption_does_not_change_answers(engine: slotline.Engine) -> None:
+async def test_preemption_does_not_change_answers(engine: slotline.Engine, mixed_prompts: list[str]) -> None:
     params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
-    alone = [await engine.generate(topic, params) for topic in TOPICS[:6]]
+    alone = [await engine.generate(topic, params) for topic in mixed_prompts[4:10]]
     async with slotline.Engine.open(max_slots=6, threads=1, kv_cache_tokens=256, max_batch_tokens=16) as small:
-        together = await asyncio.gather(*(small.generate(topic, params) for topic in TOPICS[:6]))
+        together = await asyncio.gather(*(small.generate(topic, params) for topic in mixed_prompts[4:10]))
         assert small.stats().preemptions > 0
         assert [t.token_ids for t in together] == [a.token_ids for a in alone]
 
 
-async def test_a_cached_prefix_does_not_change_the_answer(engine: slotline.Engine) -> None:
+async def test_a_cached_prefix_does_not_change_the_answer(engine: slotline.Engine, mixed_prompts: list[str]) -> None:
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    cold = await engine.generate(prompts()[-1], params, cache_salt="cold")
-    warm = await engine.generate(prompts()[-1], params, cache_salt="cold")
+    cold = await engine.generate(mixed_prompts[-1], params, cache_salt="cold")
+    warm = await engine.generate(mixed_prompts[-1], params, cache_salt="cold")
     assert cold.usage.cached_tokens == 0 and warm.usage.cached_tokens > 200
     assert warm.token_ids == cold.token_ids
 
