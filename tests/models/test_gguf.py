@@ -239,9 +239,7 @@ def test_unknown_architecture(tmp_path, open_model):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(
-        CheckpointError, match=r"other\.gguf: architecture 'rwkv7' is not supported; known: gemma2"
-    ):
+    with pytest.raises(CheckpointError, match=r"other\.gguf: architecture 'rwkv7' is not supported; known: gemma2"):
         open_model(path)
 
 
