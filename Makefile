@@ -3,7 +3,7 @@
 #   PYTHON=python3.12       the interpreter that makes the virtual environment (3.11 or later)
 #   VENV=DIR                where that environment lives
 #   TORCH_INDEX=URL         take torch from this package index, e.g. a CPU build for a machine without a GPU
-#   ARGS="..."              further arguments for chat, serve, test, test-long
+#   ARGS="..."              further arguments for chat, serve, test, test-long, bench-logprobs
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -11,15 +11,18 @@ TORCH_INDEX ?=
 ARGS ?=
 
 PY := $(VENV)/bin/python
+# Benchmarks import each other: their folder, not the checkout, is first on the path.
+BENCH := env -u PYTHONSAFEPATH $(PY)
 PIP := $(PY) -m pip install -q --disable-pip-version-check -c constraints.txt
 DEV := $(VENV)/.slotline-dev
 DOCS := $(VENV)/.slotline-docs
+EVAL := $(VENV)/.slotline-eval
 
 # Keeps the checkout's own folders (kernels/ above all) from being imported as top-level packages.
 export PYTHONSAFEPATH = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup chat serve test test-long check lint types layout format bench docs link clean
+.PHONY: help setup chat serve test test-long check lint types layout format bench bench-logprobs docs link clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile
@@ -39,6 +42,10 @@ $(DOCS): $(DEV)
 	@$(PIP) -e '.[docs]' </dev/null >&2
 	@touch $@
 
+$(EVAL): $(DEV)
+	@$(PIP) -e '.[eval]' </dev/null >&2
+	@touch $@
+
 chat: setup ## talk to a small model in the terminal, or answer what is piped in
 	@$(VENV)/bin/slotline chat $(ARGS)
 
@@ -48,7 +55,7 @@ serve: setup ## serve the OpenAI routes
 test: setup ## run the tests, without those that need a GPU or take minutes
 	@$(PY) -m pytest -q -m "not gpu and not long" $(ARGS)
 
-test-long: setup ## run the long tests
+test-long: setup $(EVAL) ## run the long tests, lm-evaluation-harness among them
 	@$(PY) -m pytest -q -m long --hypothesis-profile=long $(ARGS)
 
 check: lint types layout ## lint, types, layout tests
@@ -71,8 +78,11 @@ format: setup ## let ruff fix and format
 	@$(PY) -m ruff format .
 
 bench: setup ## measure the microkernel alone, then the CPU engine beside transformers
-	@$(PY) benchmarks/bench_microkernel.py
-	@$(PY) benchmarks/bench_cpu.py
+	@$(BENCH) benchmarks/bench_microkernel.py
+	@$(BENCH) benchmarks/bench_cpu.py
+
+bench-logprobs: setup ## measure what logprobs cost, on a GPU where there is one
+	@$(BENCH) benchmarks/bench_logprobs.py $(ARGS)
 
 docs: $(DOCS) link ## build the documentation into site/
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
