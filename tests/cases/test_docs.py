@@ -1,0 +1,72 @@
+"""What the documentation shows: its Python runs, its curl runs, and both print what the page says."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+import subprocess
+import warnings
+from contextlib import redirect_stdout
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SHOWN_URL = "http://127.0.0.1:8000"
+
+
+def blocks(page: str) -> list[tuple[str, str]]:
+    """Return the fenced blocks of a page: kind and content."""
+    return FENCE.findall((DOCS / page).read_text(encoding="utf-8"))
+
+
+def run_python(page: str, url: str = SHOWN_URL, having: str = "") -> list[tuple[str, str]]:
+    """Run the Python blocks that have a text in them, in one namespace; return what was shown and what was printed."""
+    names: dict[str, Any] = {"__name__": page}
+    found = [*blocks(page), ("", "")]
+    results = []
+    for (kind, code), (kind_after, shown) in pairwise(found):
+        if kind != "python" or having not in code:
+            continue
+        printed = io.StringIO()
+        with redirect_stdout(printed), warnings.catch_warnings(record=True):
+            warnings.simplefilter("default")  # a page may show what warns
+            exec(compile(code.replace(SHOWN_URL, url), page, "exec"), names)
+        results.append((shown if kind_after == "text" else "", printed.getvalue()))
+    return results
+
+
+def test_the_pipeline_page_prints_what_it_shows():
+    results = run_python("pipeline.md")
+    assert len(results) > 10
+    for shown, printed in results:
+        assert printed == shown
+
+
+def test_the_clients_of_the_server_page_print_what_it_shows(server):
+    results = run_python("api_server.md", server.url, having="openai")
+    assert len(results) >= 2
+    for shown, printed in results:
+        assert printed == shown
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
+def test_the_curl_commands_of_the_server_page_work(server):
+    commands = [code for kind, code in blocks("api_server.md") if kind == "sh" and "curl" in code]
+    assert len(commands) >= 3
+    for command in commands:
+        done = subprocess.run(
+            ["bash", "-ec", command.replace(SHOWN_URL, server.url)],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        )
+        for body in re.findall(r"^(?:data: )?(\{.*\})$", done.stdout, re.MULTILINE):
+            assert "error" not in json.loads(body), body
+        assert '"logprobs"' in done.stdout
