@@ -12,18 +12,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
+from record import RESULTS, keep
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
@@ -34,7 +31,6 @@ TEXT = (
     "sunrise, and ends at the reservoir. On Sundays the conductor rings the bell twice, once for the school and once "
     "for the baker, who left the town in the year of the flood and never came back. "
 ) * 8
-REPO = Path(__file__).resolve().parents[1]
 GOALS = {"alone": 1.2, "equal8": 1.5, "mixed8": 1.5}  # times transformers' tokens per second
 
 
@@ -180,51 +176,17 @@ def report(rows: list[dict]) -> None:
         print("ROW " + json.dumps(row))
 
 
-def write(rows: list[dict], folder: Path, arguments: dict) -> Path:
-    """Write the rows, with what they were measured on."""
-    git = ["git", "-C", str(REPO)]
-    commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    dirty = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=False)
-    now = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
-    name = commit.stdout.strip() or "unknown"
-    options = " ".join(f"--{key} {value}" for key, value in arguments.items())
-    record = {
-        "command": f"python benchmarks/bench_cpu.py {options}",
-        "utc": now,
-        "commit": name,
-        "modified_files": [line[3:] for line in dirty.stdout.splitlines()],
-        "machine": {"cpu": cpu_name(), "cores": os.cpu_count(), "load_average": os.getloadavg()},
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "rows": rows,
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{now}-{name}.json"
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    return path
-
-
-def cpu_name() -> str:
-    """Return the processor's name and its widest vectors, which matter more than its clock."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
-    return f"{name}, {torch.backends.cpu.get_cpu_capability()}"
-
-
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--out", type=Path, default=REPO / "benchmarks" / "results")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     transformers_logging.set_verbosity_error()
     rows = asyncio.run(measure(options.repeats, options.tokens))
     report(rows)
-    path = write(rows, options.out, {"repeats": options.repeats, "tokens": options.tokens})
-    print(f"written to {os.path.relpath(path)}")
+    keep(rows, "cpu", options.out)
 
 
 if __name__ == "__main__":

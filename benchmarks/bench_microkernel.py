@@ -15,6 +15,8 @@ import json
 import statistics
 import time
 
+from record import keep
+
 import slotline
 
 
@@ -59,6 +61,7 @@ def main() -> None:
         row[f"{name}_runs_ms"] = [round(r, 3) for r in runs]
         print(f"microkernel, {options.rows} rows, {name}: {row[f'{name}_ms']} ms a step (at most {limit})")
     print("ROW " + json.dumps(row))
+    keep([row], "microkernel")
 
 
 if __name__ == "__main__":

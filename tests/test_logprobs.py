@@ -131,6 +131,31 @@ async def engine(anyio_backend: str, tiny_llama: Path) -> AsyncIterator[slotline
         yield engine
 
 
+async def test_rows_that_do_not_ask_cost_nothing(engine: slotline.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    from slotline.plugins.torch_backend import step
+
+    tabulated: list[int] = []
+    normalised: list[int] = []
+    tabulate, log_softmax = step.tabulate, step.torch.log_softmax
+
+    def count_tables(values: Any, *rest: Any) -> Any:
+        tabulated.append(len(values))
+        return tabulate(values, *rest)
+
+    def count_rows(values: Any, *rest: Any) -> Any:
+        normalised.append(len(values))
+        return log_softmax(values, *rest)
+
+    monkeypatch.setattr(step, "tabulate", count_tables)
+    monkeypatch.setattr(step.torch, "log_softmax", count_rows)
+    plain = SamplingParams(max_tokens=9, ignore_eos=True, seed=1)
+    await asyncio.gather(*(engine.generate("the dog", plain) for _ in range(3)))
+    assert (sum(tabulated), sum(normalised)) == (0, 0)
+    asked = SamplingParams(max_tokens=7, ignore_eos=True, logprobs=5)
+    await asyncio.gather(*(engine.generate("the dog", params) for params in (plain, asked, plain)))
+    assert (sum(tabulated), sum(normalised)) == (7, 7)
+
+
 TEXTS = st.text(st.sampled_from("the dog\n é🦙<|end|>x"), min_size=1, max_size=30)
 WIDTHS = st.sampled_from([None, 0, 1, 3, 20])
 

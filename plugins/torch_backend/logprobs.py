@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from slotline.plan import IntArray, LogprobColumns, LongArray
-from slotline.plugins.torch_backend.ranking import best
+from slotline.plugins.torch_backend.ranking import best, rank
 
 
 def tabulate(values: Tensor, tokens: LongArray, widths: LongArray) -> LogprobColumns:
@@ -51,11 +51,8 @@ def _own(values: Tensor, tokens: LongArray) -> tuple[npt.NDArray[np.float32], Lo
     """Return the value and the rank of the token that is there."""
     index = torch.from_numpy(tokens).to(values.device)[:, None]
     own = values.gather(-1, index)  # [P, 1]
-    above = (values > own).sum(-1)
-    earlier = torch.arange(values.shape[-1], device=values.device) < index
-    tied = ((values == own) & earlier).sum(-1)
-    ranks: LongArray = (above + tied + 1).cpu().numpy()
-    return own.squeeze(-1).cpu().numpy(), ranks
+    found: npt.NDArray[np.float32] = own.squeeze(-1).cpu().numpy()
+    return found, rank(values, tokens, found)
 
 
 def _indptr(widths: npt.NDArray[np.integer]) -> IntArray:
