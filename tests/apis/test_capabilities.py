@@ -19,7 +19,7 @@ HELLO = [{"role": "user", "content": "Hello"}]
 async def narrow(anyio_backend, tmp_path_factory):
     """Open a real engine that allows 5 logprobs, where its backend could do 1024."""
     folder = write_tiny_llama(tmp_path_factory.mktemp("model"))
-    options = {"backend": "torch", "device": "cpu", "max_logprobs": 5, "kv_cache_tokens": 1024}
+    options = {"backend": "torch", "device": "cpu", "max_logprobs": 5, "kv_cache_tokens": 1024, "threads": 1}
     async with slotline.Engine.open(str(folder), **options) as engine:
         yield engine
 

@@ -28,7 +28,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def options(model):
-    return ["--backend", "torch", "--device", "cpu", "--kv-cache-tokens", "1024", "--max-slots", "2"]
+    return ["--backend", "torch", "--device", "cpu", "--kv-cache-tokens", "1024", "--max-slots", "2", "--threads", "1"]
 
 
 @pytest.fixture(scope="module")

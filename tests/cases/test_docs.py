@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import warnings
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from itertools import pairwise
 from pathlib import Path
@@ -41,6 +42,18 @@ def run_python(page: str, url: str = SHOWN_URL, having: str = "") -> list[tuple[
     return results
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Keep torch to one thread: the pages open engines that leave the number as it is."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
 def test_the_pipeline_page_prints_what_it_shows():
     results = run_python("pipeline.md")
     assert len(results) > 10
