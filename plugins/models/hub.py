@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 PREFIX = "hf:"
 _NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?(?::([^:@]+\.gguf))?")
-_SMALL = (".json", ".jinja", ".model")
+_SMALL = (".json", ".jinja", ".model", ".tiktoken")
 _TIMEOUT = 10.0
 
 

@@ -1,4 +1,4 @@
-"""Read a SentencePiece tokenizer.model: a small protobuf message, of which four fields matter."""
+"""Read a SentencePiece tokenizer.model: a small protobuf message, of which a few fields matter."""
 
 from __future__ import annotations
 
@@ -9,46 +9,57 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from slotline.errors import TokenizerError
-from slotline.plugins.models.tokenizer_gguf import add_typed_tokens, sentencepiece_bpe
+from slotline.plugins.models.pieces import Pieces
 
-_NORMAL, _UNKNOWN = 1, 2
-_BPE = 2
+_NORMAL = 1
+_UNIGRAM, _BPE = 1, 2
 # Field numbers of ModelProto and of what it nests.
 _PIECES, _TRAINER, _NORMALIZER = 1, 2, 3
 _PIECE_TEXT, _PIECE_SCORE, _PIECE_TYPE = 1, 2, 3
-_MODEL_TYPE = 3
-_DUMMY_PREFIX = 3
+_MODEL_TYPE, _SPACE_AS_SUFFIX = 3, 24
+_CHARSMAP, _DUMMY_PREFIX, _REMOVE_SPACES = 2, 3, 4
 
 
 def tokenizer_from_sentencepiece(path: Path) -> Tokenizer:
-    """Convert a tokenizer.model of the BPE kind.
+    """Convert a tokenizer.model of the BPE or the unigram kind.
 
     Raises:
         TokenizerError: the file is damaged or of another kind.
     """
-    texts: list[str] = []
-    scores: list[float] = []
-    kinds: list[int] = []
-    model_type, prefix = 1, True
     try:
-        for number, value in _fields(path.read_bytes()):
-            if number == _PIECES:
-                piece = dict(_fields(_bytes(value)))
-                texts.append(_bytes(piece[_PIECE_TEXT]).decode())
-                scores.append(struct.unpack("<f", _bytes(piece.get(_PIECE_SCORE, bytes(4))))[0])
-                kinds.append(_integer(piece.get(_PIECE_TYPE, _NORMAL)))
-            elif number == _TRAINER:
-                model_type = _integer(dict(_fields(_bytes(value))).get(_MODEL_TYPE, 1))
-            elif number == _NORMALIZER:
-                prefix = bool(_integer(dict(_fields(_bytes(value))).get(_DUMMY_PREFIX, 1)))
+        kind, pieces = _parsed(path.read_bytes())
     except (OSError, ValueError, KeyError, IndexError, struct.error) as error:
         raise TokenizerError(f"{path} is damaged or not a SentencePiece model: {error}; fetch it again") from error
-    if model_type != _BPE or not texts:
-        raise TokenizerError(f"{path} is not a SentencePiece model of the BPE kind; convert it to tokenizer.json")
-    unknown = kinds.index(_UNKNOWN) if _UNKNOWN in kinds else None
-    tokenizer = sentencepiece_bpe(texts, scores, unknown=unknown, prefix_space=prefix)
-    add_typed_tokens(tokenizer, texts, kinds)
-    return tokenizer
+    if kind not in (_UNIGRAM, _BPE) or not pieces.texts or pieces.unknown is None:
+        raise TokenizerError(
+            f"{path} is not a SentencePiece model of the BPE or the unigram kind; convert it to tokenizer.json"
+        )
+    return pieces.bpe() if kind == _BPE else pieces.unigram()
+
+
+def _parsed(data: bytes) -> tuple[int, Pieces]:
+    """Return the kind of model, and its vocabulary and normalisation."""
+    listed: list[dict[int, int | bytes]] = []
+    trainer: dict[int, int | bytes] = {}
+    rules: dict[int, int | bytes] = {}
+    for number, value in _fields(data):
+        if number == _PIECES:
+            listed.append(dict(_fields(_bytes(value))))
+        elif number == _TRAINER:
+            trainer = dict(_fields(_bytes(value)))
+        elif number == _NORMALIZER:
+            rules = dict(_fields(_bytes(value)))
+    if _integer(trainer.get(_SPACE_AS_SUFFIX, 0)):
+        raise ValueError("it puts spaces behind words, which is not supported")
+    pieces = Pieces(
+        texts=[_bytes(piece[_PIECE_TEXT]).decode() for piece in listed],
+        scores=[struct.unpack("<f", _bytes(piece.get(_PIECE_SCORE, bytes(4))))[0] for piece in listed],
+        kinds=[_integer(piece.get(_PIECE_TYPE, _NORMAL)) for piece in listed],
+        prefix_space=bool(_integer(rules.get(_DUMMY_PREFIX, 1))),
+        collapse_spaces=bool(_integer(rules.get(_REMOVE_SPACES, 1))),
+        charsmap=_bytes(rules.get(_CHARSMAP, b"")),
+    )
+    return _integer(trainer.get(_MODEL_TYPE, _UNIGRAM)), pieces
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:

@@ -1,4 +1,4 @@
-"""The tokenizer of a Hugging Face folder: tokenizer.json, or a SentencePiece tokenizer.model."""
+"""The tokenizer of a Hugging Face folder: tokenizer.json, a SentencePiece tokenizer.model, or a file of ranks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from slotline.errors import CheckpointError, TokenizerError
+from slotline.plugins.models.ranks import SUFFIX, is_rank_file, tokenizer_from_ranks
 from slotline.plugins.models.sentencepiece import tokenizer_from_sentencepiece
 from slotline.plugins.models.tensor_files import read_json
 from slotline.plugins.models.tokenizer import FastTokenizer, SpecialTokens
@@ -43,9 +44,14 @@ def _tokenizer(folder: Path) -> tuple[Tokenizer, bool]:
             return Tokenizer.from_file(str(fast)), True
         except Exception as error:  # the library raises plain Exception
             raise TokenizerError(f"{fast} cannot be read: {error}; fetch it again") from error
+    ranks = sorted(folder.glob(f"*{SUFFIX}"))
     if pieces.is_file():
-        return tokenizer_from_sentencepiece(pieces), False
-    raise TokenizerError(f"{folder} has no tokenizer; expected tokenizer.json or tokenizer.model beside the weights")
+        return (tokenizer_from_ranks if is_rank_file(pieces) else tokenizer_from_sentencepiece)(pieces), False
+    if ranks:
+        return tokenizer_from_ranks(ranks[0]), False
+    raise TokenizerError(
+        f"{folder} has no tokenizer; expected tokenizer.json, tokenizer.model or *{SUFFIX} beside the weights"
+    )
 
 
 def _config(folder: Path) -> dict[str, Any]:

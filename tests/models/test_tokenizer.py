@@ -88,18 +88,6 @@ def test_tables_cover_the_vocabulary(smollm2):
     assert all(tokenizer.token_bytes())
 
 
-@pytest.fixture(scope="session")
-def smollm2_theirs(smollm2_file):
-    from tokenizers import pre_tokenizers
-    from transformers import AutoTokenizer
-
-    theirs = AutoTokenizer.from_pretrained(smollm2_file.parent, gguf_file=smollm2_file.name)
-    # Its GGUF reader overlooks tokenizer.ggml.pre; this is what tokenizer.json of the same model says.
-    digits = pre_tokenizers.Digits(individual_digits=True)
-    theirs.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(False)])
-    return theirs
-
-
 @settings(max_examples=2000)
 @given(text=st.text(max_size=60) | spelt.map("".join))
 def test_smollm2_ids_equal_transformers(smollm2, smollm2_theirs, text):
@@ -350,7 +338,7 @@ def sentencepiece_model(model_type: int = 2, prefix: int = 1) -> bytes:
     for text, score, kind in zip(PIECES, SCORES, KINDS, strict=True):
         piece = protobuf(1, text.encode()) + b"\x15" + struct.pack("<f", score) + protobuf(3, kind)
         data += protobuf(1, piece)
-    return data + protobuf(2, protobuf(3, model_type)) + protobuf(3, protobuf(3, prefix))
+    return data + protobuf(2, protobuf(3, model_type)) + protobuf(3, protobuf(3, prefix) + protobuf(4, 0))
 
 
 def test_sentencepiece_model_equals_gguf(tmp_path, edit_json):
@@ -372,7 +360,7 @@ def test_sentencepiece_begin_and_end_tokens(tmp_path, edit_json):
         tokenizer_from_folder(tmp_path)
 
 
-@pytest.mark.parametrize("data", [b"\xff" * 20, b"\x0a\x7f", sentencepiece_model(model_type=1), b""])
+@pytest.mark.parametrize("data", [b"\xff" * 20, b"\x0a\x7f", sentencepiece_model(model_type=3), b""])
 def test_other_sentencepiece_files_are_refused(tmp_path, data):
     (tmp_path / "tokenizer.model").write_bytes(data)
     with pytest.raises(TokenizerError, match=r"tokenizer\.model"):
@@ -389,9 +377,9 @@ def test_other_sentencepiece_files_are_refused(tmp_path, data):
     ],
 )
 def test_words_are_cut_as_the_model_was_trained(pre, text, words):
-    from slotline.plugins.models.tokenizer_gguf import _RULES, _pre_tokenizer
+    from slotline.plugins.models.words import GGUF_RULES
 
-    cut = [part for part, _ in _pre_tokenizer(_RULES[pre]).pre_tokenize_str(text)]
+    cut = [part for part, _ in GGUF_RULES[pre].pre_tokenizer().pre_tokenize_str(text)]
     assert [part.replace("Ġ", " ").replace("Ċ", "\n") for part in cut] == words
 
 
