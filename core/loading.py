@@ -18,7 +18,7 @@ from slotline.model import Model
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Everything an engine stands on."""
+    """Everything an engine stands on; ``config.backend`` is the one that was chosen."""
 
     config: EngineConfig
     manager: PluginManager
@@ -52,7 +52,7 @@ async def load(
             raise
 
     backend, info = await asyncio.get_running_loop().run_in_executor(thread, make)
-    return Loaded(config, plugins, model, backend, info), lambda: make()[0]
+    return Loaded(config.with_options(backend=entry.name), plugins, model, backend, info), lambda: make()[0]
 
 
 def _prepare(config: EngineConfig, manager: PluginManager | None) -> tuple[PluginManager, BackendEntry, Model]:

@@ -110,12 +110,13 @@ async def test_a_prompt_that_is_scored_is_computed_and_then_cached(mixed_prompts
         assert (await engine.generate(mixed_prompts[-1], SamplingParams(max_tokens=1))).usage.cached_tokens > 0
 
 
-async def test_processed_logprobs_are_of_what_is_left_to_draw_from() -> None:
+@pytest.mark.parametrize("temperature", [0, 1])
+async def test_processed_logprobs_are_of_what_is_left_to_draw_from(temperature: float) -> None:
     async with slotline.Engine.open(threads=1, max_slots=4, kv_cache_tokens=2048) as engine:
         common = {"max_tokens": 12, "seed": 3, "logprobs_mode": "processed", "logprobs": 5, "ignore_eos": True}
-        one = await engine.generate("Once upon a time", SamplingParams(temperature=1, top_k=1, **common))
+        one = await engine.generate("Once upon a time", SamplingParams(temperature=temperature, top_k=1, **common))
         assert [list(row.values()) for row in one.logprobs] == [[0.0]] * 12
-        two = await engine.generate("Once upon a time", SamplingParams(temperature=1, top_k=2, **common))
+        two = await engine.generate("Once upon a time", SamplingParams(temperature=temperature, top_k=2, **common))
         for row in two.logprobs:
             assert len(row) == 2
             assert math.fsum(map(math.exp, row.values())) == pytest.approx(1, abs=1e-5)

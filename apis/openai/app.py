@@ -167,6 +167,7 @@ def _can_do(engine: Engine, names: Sequence[str]) -> dict[str, Any]:
     can = engine.capabilities
     return {
         "version": slotline.__version__,
+        "backend": engine.config.backend,
         "model": names[0],
         "models": list(names),
         "max_model_len": engine.max_model_len,

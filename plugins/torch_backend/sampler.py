@@ -72,6 +72,10 @@ class Sampler:
         drawing = np.flatnonzero(valid & np.array([not row.greedy for row in rows], bool))
         if len(drawing):
             self._draw_some(logits, rows, positions, drawing, tokens)
+        # The best token survives any cut; only processed logprobs show what the cut left out beside it.
+        shown = valid & np.array([row.greedy and row.processed_logprobs and row.truncates for row in rows], bool)
+        if shown.any():
+            _truncate_some(logits, rows, np.flatnonzero(shown))
         return Sampled(tokens, valid, logits)
 
     def _adjust(self, logits: Tensor, rows: Sequence[Row], positions: LongArray) -> None:
@@ -187,6 +191,14 @@ def _truncate(scores: Tensor, rows: Sequence[Row]) -> None:
             part[index] = rest
     if not whole:
         scores[select] = part
+
+
+def _truncate_some(logits: Tensor, rows: Sequence[Row], chosen: LongArray) -> None:
+    """Apply min_p, top_k and top_p to some of the rows."""
+    select = torch.from_numpy(chosen).to(logits.device)
+    scores = logits[select]
+    _truncate(scores, [rows[i] for i in chosen.tolist()])
+    logits[select] = scores
 
 
 def _draw(scores: Tensor, rows: Sequence[Row], positions: LongArray) -> LongArray:
