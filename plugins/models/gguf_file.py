@@ -96,7 +96,7 @@ class GGUFFile:
         tensors: shape (outermost first), type and size by the file's tensor names.
 
     Raises:
-        CheckpointError: the file is not GGUF, is truncated, is split, or describes overlapping tensors.
+        CheckpointError: the file is not GGUF, is truncated, or describes overlapping tensors.
     """
 
     def __init__(self, path: Path) -> None:
@@ -107,7 +107,6 @@ class GGUFFile:
         cursor = _Cursor(self._data, path.name)
         tensor_count, pair_count = self._preamble(cursor)
         self.metadata = self._pairs(cursor, pair_count)
-        self._refuse_split()
         infos = self._tensor_infos(cursor, tensor_count)
         self._place(infos, cursor.at)
 
@@ -163,13 +162,6 @@ class GGUFFile:
             key = cursor.name("a metadata key")
             pairs[key] = cursor.value(cursor.scalar("I", key), key)
         return pairs
-
-    def _refuse_split(self) -> None:
-        parts = self.metadata.get("split.count", 0)
-        if parts and parts > 1:
-            raise CheckpointError(
-                f"{self.where} is one of {parts} parts; merge them first with llama-gguf-split --merge"
-            )
 
     def _tensor_infos(self, cursor: _Cursor, count: int) -> list[tuple[str, tuple[int, ...], int, int]]:
         cursor.need(count * 24, "the tensor list")  # an entry takes 24 bytes at least

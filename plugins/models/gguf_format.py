@@ -13,6 +13,7 @@ from slotline.plugins.models.checkpoint import Checkpoint
 from slotline.plugins.models.fields import Fields
 from slotline.plugins.models.generation import sampling_defaults
 from slotline.plugins.models.gguf_file import GGUFFile
+from slotline.plugins.models.gguf_split import SplitGGUF, first_parts, open_gguf
 from slotline.plugins.models.opened import OpenedFiles
 from slotline.plugins.models.tokenizer_gguf import tokenizer_from_gguf
 
@@ -27,7 +28,7 @@ _SAMPLING = {
 
 
 class GGUFFormat:
-    """Opens a .gguf file, or a folder that holds exactly one."""
+    """Opens a .gguf file, or a folder that holds exactly one model."""
 
     def recognises(self, path: Path) -> bool:
         """Return whether the path is a .gguf file or a folder with one."""
@@ -39,7 +40,7 @@ class GGUFFormat:
         Raises:
             CheckpointError: the file is damaged, not of a known architecture, or there are several.
         """
-        return _checkpoint(GGUFFile(_only_file(path)), architectures)
+        return _checkpoint(open_gguf(_only_file(path)), architectures)
 
     def open(self, path: Path, config: EngineConfig, architectures: Mapping[str, Architecture]) -> OpenedFiles:
         """Open the file and check its header.
@@ -48,7 +49,7 @@ class GGUFFormat:
             CheckpointError: the file is damaged, not of a known architecture, or there are several.
             TokenizerError: its tokenizer is missing or unknown.
         """
-        file = GGUFFile(_only_file(path))
+        file = open_gguf(_only_file(path))
         return OpenedFiles(
             checkpoint=_checkpoint(file, architectures),
             tokenizer=tokenizer_from_gguf(file.metadata, file.where),
@@ -57,7 +58,7 @@ class GGUFFormat:
         )
 
 
-def _checkpoint(file: GGUFFile, architectures: Mapping[str, Architecture]) -> Checkpoint:
+def _checkpoint(file: GGUFFile | SplitGGUF, architectures: Mapping[str, Architecture]) -> Checkpoint:
     name = file.metadata.get("general.architecture")
     arch = find_architecture(architectures, name, kind="gguf", where=file.where)
     assert arch.parse_gguf is not None and arch.gguf_tensors is not None  # it has a GGUF name
@@ -67,13 +68,13 @@ def _checkpoint(file: GGUFFile, architectures: Mapping[str, Architecture]) -> Ch
 def _only_file(path: Path) -> Path:
     if path.is_file():
         return path
-    files = sorted(path.glob("*.gguf"))
-    if len(files) > 1:
-        raise CheckpointError(f"{path} holds several models; give the path of one: {', '.join(f.name for f in files)}")
-    return files[0]
+    names = first_parts([file.name for file in path.glob("*.gguf")])
+    if len(names) > 1:
+        raise CheckpointError(f"{path} holds several models; give the path of one: {', '.join(names)}")
+    return path / names[0]
 
 
-def _template(file: GGUFFile) -> tuple[str, str] | None:
+def _template(file: GGUFFile | SplitGGUF) -> tuple[str, str] | None:
     text = file.metadata.get("tokenizer.chat_template")
     return (text, f"tokenizer.chat_template of {file.where}") if isinstance(text, str) and text else None
 

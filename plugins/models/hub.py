@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from slotline.config import EngineConfig
 from slotline.errors import DownloadError, ModelNotFound
 from slotline.plugins.models.cache import CachedModel, folder_format
+from slotline.plugins.models.gguf_split import first_parts, parts_of
 from slotline.plugins.models.progress import Advance, Progress
 from slotline.plugins.models.sources import Located
 
@@ -132,16 +133,17 @@ def choose_files(repo: str, names: Sequence[str], file: str | None, *, trust_pic
     if file is not None:
         if file not in names:
             raise ModelNotFound(f"{repo} has no file {file}; it has {_some([n for n in names if n.endswith('.gguf')])}")
-        return [file]
+        return [name for name in parts_of(file) if name in names]
     tensors = [name for name in top if name.endswith(".safetensors")]
     if tensors:
         # Some repositories carry the same weights twice, in the publisher's own layout.
         return small + ([name for name in tensors if name.startswith("model")] or tensors)
     packed = [name for name in top if name.endswith(".gguf")]
-    if len(packed) == 1:
+    if len(first_parts(packed)) == 1:
         return small + packed
     if packed:
-        raise ModelNotFound(f"{repo} holds several models; choose one as hf:{repo}:FILE from {_some(packed)}")
+        choice = _some(first_parts(packed))
+        raise ModelNotFound(f"{repo} holds several models; choose one as hf:{repo}:FILE from {choice}")
     pickles = [name for name in top if name.endswith(".bin")]
     if pickles and trust_pickle:
         return small + pickles

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 import slotline.plugins.models as plugin
@@ -188,3 +189,95 @@ def edit_json():
         file.write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
 
     return edit
+
+
+# GGUF, as llama.cpp's converter writes it
+
+GGUF_PARTS = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+GGUF_TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
+def gguf_name(name: str) -> str:
+    stem, _, kind = name.rpartition(".")
+    if stem in GGUF_TOP:
+        return f"{GGUF_TOP[stem]}.{kind}"
+    _, _, layer, part = stem.split(".", 3)
+    return f"blk.{layer}.{GGUF_PARTS[part]}.{kind}"
+
+
+def paired(array: np.ndarray, heads: int) -> np.ndarray:
+    """Put rotary channels side by side, as converters to GGUF do."""
+    shape = array.shape
+    return array.reshape(heads, 2, shape[0] // heads // 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
+
+
+@pytest.fixture
+def write_gguf(tmp_path, tiny_tokenizer):
+    """Return a function that writes a transformers Llama as GGUF."""
+
+    def write(model, *, quantize="F32", drop=(), metadata=None, tensors=None):
+        from gguf import GGMLQuantizationType, GGUFWriter, quants
+
+        config, path = model.config, tmp_path / "tiny.gguf"
+        writer = GGUFWriter(path, "llama")
+        writer.add_block_count(config.num_hidden_layers)
+        writer.add_context_length(config.max_position_embeddings)
+        writer.add_embedding_length(config.hidden_size)
+        writer.add_feed_forward_length(config.intermediate_size)
+        writer.add_head_count(config.num_attention_heads)
+        writer.add_head_count_kv(config.num_key_value_heads)
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+        writer.add_rope_freq_base(10000.0)
+        add_tokenizer(writer, tiny_tokenizer, drop)
+        for method, value in (metadata or {}).items():
+            getattr(writer, method)(*value)
+        kind = GGMLQuantizationType[quantize]
+        for name, tensor in model.state_dict().items():
+            if name == "lm_head.weight" and config.tie_word_embeddings:
+                continue
+            array = tensor.float().numpy()
+            if "q_proj" in name:
+                array = paired(array, config.num_attention_heads)
+            if "k_proj" in name:
+                array = paired(array, config.num_key_value_heads)
+            packed = array.ndim == 2 and quantize != "F32"
+            data = quants.quantize(array, kind) if packed else np.ascontiguousarray(array)
+            writer.add_tensor(gguf_name(name), data, raw_dtype=kind if packed else None)
+        for name, array in (tensors or {}).items():
+            writer.add_tensor(name, array)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return path
+
+    return write
+
+
+def add_tokenizer(writer, tokenizer, drop):
+    spec = json.loads(tokenizer.to_str())
+    vocab = tokenizer.get_vocab()
+    tokens = sorted(vocab, key=vocab.__getitem__)
+    special = {token["content"] for token in spec["added_tokens"]}
+    parts = {
+        "model": lambda: writer.add_tokenizer_model("gpt2"),
+        "pre": lambda: writer.add_tokenizer_pre("gpt-2"),
+        "tokens": lambda: writer.add_token_list(tokens),
+        "types": lambda: writer.add_token_types([3 if token in special else 1 for token in tokens]),
+        "merges": lambda: writer.add_token_merges([" ".join(pair) for pair in spec["model"]["merges"]]),
+        "bos": lambda: writer.add_bos_token_id(0),
+        "eos": lambda: writer.add_eos_token_id(1),
+    }
+    for name, add in parts.items():
+        if name not in drop:
+            add()
