@@ -35,16 +35,19 @@ class TemplateChat:
         template: Jinja source.
         where: where the source came from, for messages.
         tokenizer: the model's.
+        add_begin: put the tokenizer's own begin token first, where it has one and the template does not write it.
+            Templates that come with a model are complete as they are.
 
     Raises:
         ConfigError: the template has a syntax error, with file and line.
     """
 
-    def __init__(self, template: str, where: str, tokenizer: FastTokenizer) -> None:
+    def __init__(self, template: str, where: str, tokenizer: FastTokenizer, *, add_begin: bool = False) -> None:
         self._run = compile_template(template, where)
         self._knows_developer = "developer" in template
         self._source = template
         self._tokenizer = tokenizer
+        self._begin = tokenizer.begin_ids if add_begin and "bos_token" not in template else []
         controls = tokenizer.controls.values()
         self._controls = _Spellings([token.spelling for token in controls])
         self._special = _Spellings([token.spelling for token in controls if token.special])
@@ -67,7 +70,7 @@ class TemplateChat:
     def encode(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any) -> list[int]:
         """Return the prompt's ids; control tokens spelt in messages or variables stay text.
 
-        Otherwise they are the ids of the rendered text. No begin token is added: templates write their own. In the
+        Otherwise they are the ids of the rendered text. Templates write their own begin token. In the
         assistant's answers, tokens that are not flagged special (``<think>``) stay what the template makes of them.
 
         Raises:
@@ -81,7 +84,9 @@ class TemplateChat:
         safe = map_strings(checked, lambda text: self._controls.broken(text, mark))
         text = self._render(broken, add_generation_prompt, safe)
         pieces = _split(text, self._tokenizer)
-        return self._tokenizer.encode_pieces([p.replace(mark, "") if isinstance(p, str) else p for p in pieces])
+        return self._begin + self._tokenizer.encode_pieces(
+            [p.replace(mark, "") if isinstance(p, str) else p for p in pieces]
+        )
 
     def _broken(self, message: dict[str, Any], mark: str) -> dict[str, Any]:
         """Return the message with its control tokens broken, its role as it is."""

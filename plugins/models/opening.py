@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,9 @@ from slotline.plugins.models.checkpoint import Checkpoint
 from slotline.plugins.models.opened import Format, OpenedFiles
 from slotline.plugins.models.progress import Progress, for_terminal
 from slotline.plugins.models.sources import Located
+from slotline.plugins.models.tokenizer import FastTokenizer
+
+_ENDS = re.compile(r"\{# ends: (.+?) #\}")
 
 if TYPE_CHECKING:
     from slotline.manager import PluginManager
@@ -37,13 +41,14 @@ def open_model(config: EngineConfig, manager: PluginManager, progress: Progress 
     files = form.open(located.path, config, manager.registry("architectures"))
     _check(files, located)
     decoder = files.checkpoint.config
+    chat, ends = _chat(config, files, manager.registry("chat_templates"))
     return Model(
         name=config.model,
         tokenizer=files.tokenizer,
         vocab_size=decoder.vocab_size,
         context_length=decoder.context_length,
-        chat=_chat(config, files, manager.registry("chat_templates")),
-        eos_ids=files.eos_ids | files.tokenizer.eos_ids,
+        chat=chat,
+        eos_ids=files.eos_ids | files.tokenizer.eos_ids | ends,
         generation=files.generation,
         architecture=decoder.architecture,
         checkpoint=files.checkpoint,
@@ -94,14 +99,24 @@ def _check(files: OpenedFiles, located: Located) -> None:
         )
 
 
-def _chat(config: EngineConfig, files: OpenedFiles, named: Mapping[str, str]) -> TemplateChat | None:
-    if config.chat_template is not None:
-        text, where = _chosen_template(config.chat_template, named)
-    elif files.template is not None:
-        text, where = files.template
-    else:
-        return None
-    return TemplateChat(text, where, files.tokenizer)
+def _chat(
+    config: EngineConfig, files: OpenedFiles, named: Mapping[str, str]
+) -> tuple[TemplateChat | None, frozenset[int]]:
+    """Return the chat format, and the ids that end an answer in it."""
+    tokenizer = files.tokenizer
+    if config.chat_template is None:
+        chat = None if files.template is None else TemplateChat(*files.template, tokenizer)
+        return chat, frozenset()
+    text, where = _chosen_template(config.chat_template, named)
+    chat = TemplateChat(text, where, tokenizer, add_begin=config.chat_template in named)
+    return chat, _ends(text, tokenizer)
+
+
+def _ends(template: str, tokenizer: FastTokenizer) -> frozenset[int]:
+    """Return the end tokens that a template names in its first line: ``{# ends: <eoa> #}``."""
+    line = _ENDS.match(template)
+    spelt = [tokenizer.encode(word, add_special=False) for word in line[1].split()] if line else []
+    return frozenset(ids[0] for ids in spelt if len(ids) == 1)
 
 
 def _chosen_template(choice: str, named: Mapping[str, str]) -> tuple[str, str]:

@@ -100,6 +100,12 @@ class FastTokenizer:
         """Return the tokenizer's own end tokens."""
         return self.special.eos_ids | (frozenset() if self._eos_id is None else {self._eos_id})
 
+    @property
+    def begin_ids(self) -> list[int]:
+        """Return what is put in front of every text: the begin token, or nothing."""
+        first = self.encode("")[:1]
+        return first if first == [self._bos_id] else []
+
     def token_bytes(self) -> Sequence[bytes]:
         """Return [vocab_size] the true bytes of each id; a control token's are its spelling."""
         return self._table

@@ -293,9 +293,28 @@ NAMED = {
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
         "<|im_start|>assistant\nHello<|im_end|>\n<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n"
     ),
+    "gemma": (
+        "<s><start_of_turn>user\nBe brief.\n\nHi<end_of_turn>\n<start_of_turn>model\nHello<end_of_turn>\n"
+        "<start_of_turn>user\nBye<end_of_turn>\n<start_of_turn>model\n"
+    ),
+    "internlm": "<|System|>:Be brief.\n<|User|>:Hi\n<|Bot|>:Hello<eoa>\n<|User|>:Bye\n<|Bot|>:",
     "llama2": "<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nHi [/INST] Hello </s><s>[INST] Bye [/INST]",
+    "llama3": "<s>"
+    + "".join(
+        f"<|start_header_id|>{role}<|end_header_id|>\n\n{text}<|eot_id|>"
+        for role, text in [("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello"), ("user", "Bye")]
+    )
+    + "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    "mistral": "<s>[INST] Be brief.\n\nHi [/INST] Hello</s>[INST] Bye [/INST]",
+    "phi3": (
+        "<|system|>\nBe brief.<|end|>\n<|user|>\nHi<|end|>\n<|assistant|>\nHello<|end|>\n<|user|>\nBye<|end|>\n"
+        "<|assistant|>\n"
+    ),
     "vicuna": "<s>Be brief. USER: Hi ASSISTANT: Hello</s> USER: Bye ASSISTANT:",
 }
+NAMED["qwen"] = NAMED["chatml"]
+NAMED["internlm2"] = "<s>" + NAMED["chatml"]
+STRICT = ("gemma", "internlm", "llama2", "mistral", "vicuna")  # they know no other roles
 
 
 @pytest.mark.parametrize("name", sorted(NAMED))
@@ -306,9 +325,51 @@ def test_named_templates(manager, tiny_tokenizer, name):
     tokenizer = FastTokenizer(copy, SpecialTokens(bos="<s>", eos="</s>"))
     chat = TemplateChat(manager.registry("chat_templates")[name], name, tokenizer)
     assert chat.render(TURNS) == NAMED[name]
-    if name != "chatml":
+    if name in STRICT:
         with pytest.raises(ChatTemplateError):
             chat.render([*TURNS, {"role": "tool", "content": "x"}])
+
+
+INTERNLM = """<|System|>:You are an AI assistant whose name is InternLM (书生·浦语).
+- InternLM (书生·浦语) is a conversational language model that is developed by Shanghai AI Laboratory \
+(上海人工智能实验室). It is designed to be helpful, honest, and harmless.
+- InternLM (书生·浦语) can understand and communicate fluently in the language chosen by the user such as English \
+and 中文.
+<|User|>:你好啊兄嘚
+<|Bot|>:"""
+
+
+def test_internlm_has_the_system_text_it_was_taught_with(tiny_llama, open_model):
+    model = open_model(tiny_llama().folder, chat_template="internlm")
+    assert model.chat.render(user("你好啊兄嘚")) == INTERNLM
+
+
+def test_qwen_has_a_default_system_text(tiny_llama, open_model):
+    model = open_model(tiny_llama().folder, chat_template="qwen")
+    assert model.chat.render(user("Hi")).startswith(
+        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_s"
+    )
+
+
+def test_a_named_template_brings_its_end_token(tiny_llama, open_model, edit_json, tmp_path):
+    folder = tiny_llama(vocab_size=310).folder
+    edit_json(folder / "tokenizer_config.json", added_tokens_decoder={"300": {"content": "<eoa>", "special": True}})
+    assert open_model(folder).eos_ids == {1}
+    assert open_model(folder, chat_template="internlm").eos_ids == {1, 300}
+    assert open_model(folder, chat_template="gemma").eos_ids == {1}, "its end token is none of this model"
+
+
+@pytest.mark.parametrize(("name", "count"), [("internlm", 1), ("mistral", 1), ("phi3", 1)])
+def test_a_named_template_begins_as_the_tokenizer_does(tiny_tokenizer, manager, name, count):
+    copy = Tokenizer.from_str(tiny_tokenizer.to_str())
+    copy.add_special_tokens(["<s>", "</s>"])
+    text = manager.registry("chat_templates")[name]
+    for add_bos in (True, False):
+        tokenizer = FastTokenizer(copy, SpecialTokens(bos="<s>", eos="</s>", add_bos=add_bos))
+        ids = TemplateChat(text, name, tokenizer, add_begin=True).encode(user("Hi"))
+        assert ids.count(300) == (count if add_bos or "bos_token" in text else 0)
+    tokenizer = FastTokenizer(copy, SpecialTokens(bos="<s>", eos="</s>", add_bos=True))
+    assert (300 in TemplateChat(text, name, tokenizer).encode(user("Hi"))) == ("bos_token" in text)
 
 
 def test_chosen_template_replaces_the_models_own(tiny_llama, open_model, tmp_path):
@@ -321,7 +382,7 @@ def test_chosen_template_replaces_the_models_own(tiny_llama, open_model, tmp_pat
 
 def test_bad_chosen_templates_fail_at_open(tiny_llama, open_model, tmp_path):
     folder = tiny_llama().folder
-    with pytest.raises(ConfigError, match=r"chat_template is 'nowhere'.*chatml, llama2, vicuna.*No such file"):
+    with pytest.raises(ConfigError, match=r"chat_template is 'nowhere'.*chatml, gemma, internlm.*No such file"):
         open_model(folder, chat_template="nowhere")
     (tmp_path / "bad.jinja").write_text("fine\n{% endfor %}")
     with pytest.raises(ConfigError, match=r"bad\.jinja, line 2"):
