@@ -62,3 +62,11 @@ def slotline_register_chat_templates(register: Callable[[str, str], None]) -> No
     """Register the templates of this package's folder by their file names."""
     for file in sorted(resources.files(__name__).joinpath("templates").iterdir(), key=lambda f: f.name):
         register(file.name.removesuffix(".jinja"), file.read_text(encoding="utf-8"))
+
+
+@hookimpl
+def slotline_register_commands(register: Callable[[Any], None]) -> None:
+    """Register ``slotline inspect``."""
+    from slotline.plugins.models.inspect_command import inspect_model
+
+    register(inspect_model)

@@ -36,7 +36,7 @@ def open_model(config: EngineConfig, manager: PluginManager, progress: Progress 
         TokenizerError: the tokenizer is missing or of an unknown kind.
         ConfigError: config.chat_template is not a template.
     """
-    located = _locate(config, manager.registry("model_sources"), progress or for_terminal())
+    located = locate(config, manager.registry("model_sources"), progress or for_terminal())
     form = _format_of(located.path, manager.registry("formats"))
     files = form.open(located.path, config, manager.registry("architectures"))
     _check(files, located)
@@ -69,7 +69,13 @@ def open_checkpoint(path: str | Path, config: EngineConfig, manager: PluginManag
     return checkpoint
 
 
-def _locate(config: EngineConfig, sources: Mapping[str, Any], progress: Progress) -> Located:
+def locate(config: EngineConfig, sources: Mapping[str, Any], progress: Progress) -> Located:
+    """Return where the model is, fetching it if need be.
+
+    Raises:
+        ModelNotFound: no source knows the name.
+        DownloadError: a source cannot fetch it.
+    """
     for source in sources.values():
         located: Located | None = source.resolve(config.model, config, progress)
         if located is not None:
