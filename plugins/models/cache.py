@@ -19,6 +19,7 @@ from slotline.errors import DownloadError
 from slotline.plugins.models.progress import Progress
 
 MANIFEST = "manifest.json"
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _PARTIAL = ".partial-"
 
 
@@ -116,7 +117,7 @@ def explained(error: OSError, variable: str) -> str:
     Args:
         variable: the environment variable that moves the cache elsewhere.
     """
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno in DISK_FULL:
         return f"no space is left on the disk; free some, or set {variable} to a folder on another disk"
     return error.strerror or str(error)
 

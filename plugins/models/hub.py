@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from slotline.config import EngineConfig
 from slotline.errors import DownloadError, ModelNotFound
-from slotline.plugins.models.cache import CachedModel, folder_format
+from slotline.plugins.models.cache import DISK_FULL, CachedModel, explained, folder_format
 from slotline.plugins.models.gguf_split import first_parts, parts_of
 from slotline.plugins.models.progress import Advance, Progress
 from slotline.plugins.models.sources import Located
@@ -116,6 +116,8 @@ def _fetched(repo: str, revision: str | None, file: str | None, config: EngineCo
                 repo, revision=info.sha, allow_patterns=list(chosen), tqdm_class=_bars(advance), etag_timeout=_TIMEOUT
             )
     except Exception as error:  # as above
+        if isinstance(error, OSError) and error.errno in DISK_FULL:
+            raise DownloadError(f"cannot fetch {repo}: {explained(error, 'HF_HOME')}") from error
         raise DownloadError(
             f"cannot fetch {repo}: {_first_line(error)}; try again, what has arrived is kept"
         ) from error

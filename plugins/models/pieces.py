@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
 
 UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6  # types of pieces; GGUF has the same
-_SPACE = "\u2581"
+SPACE = "\u2581"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,11 +63,11 @@ class Pieces:
         if self.collapse_spaces:
             steps += [normalizers.Replace(Regex("^ +| +$"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
         if self.prefix_space:
-            steps.append(normalizers.Prepend(_SPACE))
-        tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
+            steps.append(normalizers.Prepend(SPACE))
+        tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
         tail = [decoders.Strip(" ", 1, 0)] if self.prefix_space else []
         tokenizer.decoder = decoders.Sequence(
-            [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *tail]
+            [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *tail]
         )
         add_typed_tokens(tokenizer, self.texts, self.kinds)
         return tokenizer

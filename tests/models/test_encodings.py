@@ -58,7 +58,7 @@ def test_gemma3(gemma3, gemma3_theirs):
     for text in texts(MANY):
         ids = ours.encode(text)
         assert ids == gemma3_theirs.encode(text), repr(text)
-        assert bytes_of(ours, ids[1:]) == text.encode()
+        assert bytes_of(ours, ids[1:]) == text.replace("▁", " ").encode()
 
 
 # SentencePiece
