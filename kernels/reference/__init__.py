@@ -1,0 +1,1 @@
+"""PyTorch references of the ops: a module, a function and a signature for each, short, slow, for any device."""

@@ -1,0 +1,483 @@
+"""Draw one token a row after temperature, min_p, top_k and top_p, without sorting the vocabulary.
+
+With s = x / T, m = max s, w = weight(s) = floor(2**44 exp(s - m)), candidates ordered by falling s, then rising id:
+
+    min_p   keeps s >= m + log min_p
+    top_k   keeps the first k of them
+    top_p   keeps those whose predecessors weigh less than ceil(p W), W the weight of what is left; always the first
+    draw    the first id in id order where the cumulative weight exceeds floor(u W'), W' the weight of what is left then
+
+T = 0 takes the best. u has 53 bits (see `philox`). All sums are of integers, so the outcome is exact, and the same
+however the row is split. Holtzman et al., "The curious case of neural text degeneration", 2020 (top_p); Nguyen et al.,
+"Turning up the heat: min-p sampling", 2024; FlashInfer and Qrita (arXiv 2602.01518) showed that it needs no sort.
+
+Five launches: peaks of blocks and groups; the row's peak and a bound on its candidates; weights of blocks, and the
+candidates themselves; the draw, from block weights or from the candidates; and a walk over rows whose candidates were
+too many. The last three return at once for rows that do not need them.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from slotline.kernels.launch import (
+    BLOCK,
+    GROUP,
+    MAX_BLOCKS,
+    POOL,
+    SHORT,
+    blocks,
+    check_columns,
+    check_logits,
+    floats,
+    ints,
+    jit,
+    longs,
+    padded,
+    settings,
+)
+from slotline.kernels.ordering import (
+    LOWEST_KEY,
+    WEIGHT_BITS,
+    WEIGHT_MASK,
+    id_in,
+    invalid,
+    key_in,
+    ordered_key,
+    packed,
+    score,
+    value_of,
+    weight,
+)
+from slotline.kernels.philox import random_bits
+from slotline.kernels.results import Sampled
+from slotline.kernels.selection import (
+    best_of_pool,
+    compared,
+    floor_key,
+    least_of_groups,
+    nth_equal,
+    nth_key,
+    pool_put,
+)
+
+_WANTED = tl.constexpr(512)  # groups whose largest pass where top_p alone cuts the row off
+
+
+@jit
+def _reads_pool(top_k: tl.tensor, top_p: tl.tensor, vocab: int) -> tl.tensor:
+    return ((top_k > 0) & (top_k < vocab)) | (top_p < 1.0)
+
+
+@jit
+def _peaks_kernel(
+    logits: tl.tensor,
+    stride: int,
+    vocab: int,
+    temperatures: tl.tensor,
+    top_ks: tl.tensor,
+    top_ps: tl.tensor,
+    bests: tl.tensor,
+    flags: tl.tensor,
+    tops: tl.tensor,
+    tops_stride: int,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+) -> None:
+    row, block = tl.program_id(0), tl.program_id(1)
+    temperature = tl.load(temperatures + row)
+    ids = block * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + row.to(tl.int64) * stride + ids, mask=ids < vocab, other=float("-inf"))
+    s = score(x, temperature)
+    place = row * tl.num_programs(1) + block
+    tl.store(bests + place, tl.max(packed(ordered_key(s), ids), 0).to(tl.int64, bitcast=True))
+    tl.store(flags + place, tl.max(invalid(x).to(tl.int32), 0))
+    if (temperature > 0) & _reads_pool(tl.load(top_ks + row), tl.load(top_ps + row), vocab):
+        largest = tl.max(tl.reshape(s, [BLOCK // GROUP, GROUP]), 1)
+        lane = block * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
+        tl.store(tops + row.to(tl.int64) * tops_stride + lane, largest)
+
+
+@jit
+def _bounds_kernel(
+    bests: tl.tensor,
+    flags: tl.tensor,
+    tops: tl.tensor,
+    tops_stride: int,
+    vocab: int,
+    temperatures: tl.tensor,
+    log_min_ps: tl.tensor,
+    top_ks: tl.tensor,
+    top_ps: tl.tensor,
+    tokens: tl.tensor,
+    status: tl.tensor,
+    cut_keys: tl.tensor,
+    cut_ids: tl.tensor,
+    peaks: tl.tensor,
+    least: tl.tensor,
+    counters: tl.tensor,
+    count: int,
+    WIDTH: tl.constexpr,
+    TOPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    POOL: tl.constexpr,
+) -> None:
+    row = tl.program_id(0)
+    lane = tl.arange(0, WIDTH)
+    entry = tl.load(bests + row * count + lane, mask=lane < count, other=0).to(tl.uint64, bitcast=True)
+    best = tl.max(entry, 0)
+    bad = tl.max(tl.load(flags + row * count + lane, mask=lane < count, other=0), 0) != 0
+    state = tl.where(bad, 2, tl.where(key_in(best) < LOWEST_KEY, 1, 0))
+    tl.store(tokens + row, tl.where(state == 0, id_in(best), 0))
+    tl.store(status + row, state)
+    tl.store(cut_keys + row, 0)
+    tl.store(cut_ids + row, vocab)
+    tl.store(counters + row, 0)
+    if (state == 0) & (tl.load(temperatures + row) > 0):
+        peak = value_of(key_in(best))
+        floor = floor_key(peak, tl.load(log_min_ps + row))
+        tl.store(peaks + row, peak)
+        tl.store(cut_keys + row, floor.to(tl.int64))
+        top_k = tl.load(top_ks + row)
+        if _reads_pool(top_k, tl.load(top_ps + row), vocab):
+            groups = (vocab + GROUP - 1) // GROUP
+            some = tl.minimum(_WANTED, groups // 2)
+            wanted = tl.where((top_k > 0) & (top_k < vocab), top_k, some)
+            if (vocab > POOL) & (wanted <= groups):
+                bound = least_of_groups(tops + row.to(tl.int64) * tops_stride, groups, wanted, TOPS)
+                floor = tl.maximum(floor, bound)
+            tl.store(least + row, floor.to(tl.int64))
+
+
+@jit
+def _weights_kernel(
+    logits: tl.tensor,
+    stride: int,
+    vocab: int,
+    temperatures: tl.tensor,
+    top_ks: tl.tensor,
+    top_ps: tl.tensor,
+    status: tl.tensor,
+    cut_keys: tl.tensor,
+    peaks: tl.tensor,
+    least: tl.tensor,
+    counters: tl.tensor,
+    pool: tl.tensor,
+    sums: tl.tensor,
+    BLOCK: tl.constexpr,
+    POOL: tl.constexpr,
+) -> None:
+    row, block = tl.program_id(0), tl.program_id(1)
+    temperature = tl.load(temperatures + row)
+    if (temperature > 0) & (tl.load(status + row) == 0):
+        ids = block * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(logits + row.to(tl.int64) * stride + ids, mask=ids < vocab, other=float("-inf"))
+        s = score(x, temperature)
+        key = ordered_key(s)
+        floor = tl.load(cut_keys + row).to(tl.uint32)
+        w = tl.where(key >= floor, weight(s, tl.load(peaks + row)), 0)
+        tl.store(sums + row * tl.num_programs(1) + block, tl.sum(w, 0).to(tl.int64))
+        if _reads_pool(tl.load(top_ks + row), tl.load(top_ps + row), vocab):
+            chosen = key >= tl.load(least + row).to(tl.uint32)
+            pool_put(key, ids, chosen, counters + row, pool + row.to(tl.int64) * POOL, POOL)
+
+
+@jit
+def _limit(top_p: tl.tensor, total: tl.tensor) -> tl.tensor:
+    """Return the weight at which top_p stops, at least 1 so that the first candidate stays."""
+    share = tl.ceil(top_p.to(tl.float64) * total.to(tl.float64)).to(tl.int64).to(tl.uint64)
+    return tl.maximum(share, tl.full([], 1, tl.uint64))
+
+
+@jit
+def _draw_from_blocks(
+    row: tl.tensor,
+    vocab: int,
+    temperature: tl.tensor,
+    floor: tl.tensor,
+    peak: tl.tensor,
+    sums: tl.tensor,
+    target: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> tl.tensor:
+    """Return the token of a row that only min_p cuts off: its block from the blocks' weights [WIDTH], then its id."""
+    reached = tl.cumsum(sums, 0)
+    block = tl.sum((reached <= target).to(tl.int32), 0)
+    before = tl.max(tl.where(reached <= target, reached, 0), 0)
+    ids = block * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(row + ids, mask=ids < vocab, other=float("-inf"))
+    s = score(x, temperature)
+    w = tl.where(ordered_key(s) >= floor, weight(s, peak), 0)
+    return block * BLOCK + tl.sum((before + tl.cumsum(w, 0) <= target).to(tl.int32), 0)
+
+
+@jit
+def _draw_from_few(
+    pool: tl.tensor,
+    found: tl.tensor,
+    top_k: tl.tensor,
+    top_p: tl.tensor,
+    vocab: int,
+    peak: tl.tensor,
+    total: tl.tensor,
+    bits: tl.tensor,
+    WIDTH: tl.constexpr,
+) -> tl.tensor:
+    """Return the token, the last entry that stays, and whether the candidates were enough to tell."""
+    entries, before = compared(pool, found, WIDTH)  # [WIDTH], [WIDTH, WIDTH]
+    rank = tl.sum(before.to(tl.int32), 1)
+    by_rank = (top_k > 0) & (top_k < vocab)
+    last = tl.where(by_rank, tl.minimum(top_k, found), found)
+    w = weight(tl.where(rank < last, value_of(key_in(entries)), float("-inf")), peak)
+    have = tl.sum(w, 0)
+    limit = _limit(top_p, tl.where(by_rank, have, total))
+    reached = tl.sum(tl.where(before, w[None, :], 0), 1)
+    nucleus = tl.sum(((reached < limit) & (rank < last)).to(tl.int32), 0)
+    stay = tl.where(top_p < 1.0, tl.minimum(last, nucleus), last)
+    cut = tl.max(tl.where(rank == stay - 1, entries, 0), 0)
+    w = tl.where(rank < stay, w, 0)
+    target = tl.umulhi(bits << 11, tl.sum(w, 0))
+    ids = id_in(entries)
+    passed = tl.sum(tl.where(ids[None, :] <= ids[:, None], w[None, :], 0), 1)
+    hit = (rank < stay) & (passed > target) & (passed - w <= target)
+    return tl.max(tl.where(hit, ids, 0), 0), cut, by_rank | (have >= limit)
+
+
+@jit
+def _draw_from_many(
+    pool: tl.tensor,
+    found: tl.tensor,
+    top_k: tl.tensor,
+    top_p: tl.tensor,
+    vocab: int,
+    peak: tl.tensor,
+    total: tl.tensor,
+    bits: tl.tensor,
+    WIDTH: tl.constexpr,
+) -> tl.tensor:
+    """Return what `_draw_from_few` returns, by sorting the candidates."""
+    lane = tl.arange(0, WIDTH)
+    entries = best_of_pool(pool, found, WIDTH)
+    by_rank = (top_k > 0) & (top_k < vocab)
+    last = tl.where(by_rank, tl.minimum(top_k, found), found)
+    w = weight(tl.where(lane < last, value_of(key_in(entries)), float("-inf")), peak)
+    reached = tl.cumsum(w, 0)
+    have = tl.sum(w, 0)
+    limit = _limit(top_p, tl.where(by_rank, have, total))
+    nucleus = tl.sum(((reached - w < limit) & (lane < last)).to(tl.int32), 0)
+    stay = tl.where(top_p < 1.0, tl.minimum(last, nucleus), last)
+    cut = tl.max(tl.where(lane == stay - 1, entries, 0), 0)
+    w = tl.where(lane < stay, w, 0)
+    target = tl.umulhi(bits << 11, tl.sum(w, 0))
+    by_id = (id_in(entries).to(tl.uint64) << WEIGHT_BITS) | w
+    by_id = tl.sort(tl.where(lane < stay, by_id, 0xFFFFFFFFFFFFFFFF))
+    passed = tl.cumsum(tl.where(lane < stay, by_id & WEIGHT_MASK, 0), 0)
+    at = tl.sum(((passed <= target) & (lane < stay)).to(tl.int32), 0)
+    token = tl.max(tl.where(lane == at, by_id >> WEIGHT_BITS, 0), 0).to(tl.int32)
+    return token, cut, by_rank | (have >= limit)
+
+
+@jit
+def _draw_kernel(
+    logits: tl.tensor,
+    stride: int,
+    vocab: int,
+    temperatures: tl.tensor,
+    top_ks: tl.tensor,
+    top_ps: tl.tensor,
+    seeds: tl.tensor,
+    positions: tl.tensor,
+    peaks: tl.tensor,
+    counters: tl.tensor,
+    pool: tl.tensor,
+    sums: tl.tensor,
+    tokens: tl.tensor,
+    status: tl.tensor,
+    cut_keys: tl.tensor,
+    cut_ids: tl.tensor,
+    pending: tl.tensor,
+    count: int,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SHORT: tl.constexpr,
+    POOL: tl.constexpr,
+) -> None:
+    row = tl.program_id(0)
+    temperature = tl.load(temperatures + row)
+    tl.store(pending + row, 0)
+    if (temperature > 0) & (tl.load(status + row) == 0):
+        top_k, top_p, peak = tl.load(top_ks + row), tl.load(top_ps + row), tl.load(peaks + row)
+        bits = random_bits(tl.load(seeds + row), tl.load(positions + row))
+        lane = tl.arange(0, WIDTH)
+        part = tl.load(sums + row * count + lane, mask=lane < count, other=0).to(tl.uint64)
+        total = tl.sum(part, 0)
+        if _reads_pool(top_k, top_p, vocab):
+            found = tl.load(counters + row)
+            token, cut, enough = tl.full([], 0, tl.int32), tl.full([], 0, tl.uint64), found < 0
+            mine = pool + row.to(tl.int64) * POOL
+            if found <= SHORT:
+                token, cut, enough = _draw_from_few(mine, found, top_k, top_p, vocab, peak, total, bits, SHORT)
+            elif found <= POOL:
+                token, cut, enough = _draw_from_many(mine, found, top_k, top_p, vocab, peak, total, bits, POOL)
+            if enough:
+                tl.store(tokens + row, token)
+                tl.store(cut_keys + row, key_in(cut).to(tl.int64))
+                tl.store(cut_ids + row, id_in(cut))
+            else:
+                tl.store(pending + row, 1)
+        else:
+            floor = tl.load(cut_keys + row).to(tl.uint32)
+            target = tl.umulhi(bits << 11, total)
+            start = logits + row.to(tl.int64) * stride
+            token = _draw_from_blocks(start, vocab, temperature, floor, peak, part, target, BLOCK)
+            tl.store(tokens + row, token)
+
+
+@jit
+def _weight_from(
+    row: tl.tensor, vocab: int, temperature: tl.tensor, peak: tl.tensor, least: tl.tensor, BLOCK: tl.constexpr
+) -> tl.tensor:
+    """Return the weight of all tokens with keys of at least ``least``."""
+    total = tl.zeros([BLOCK], tl.uint64)
+    for start in range(0, vocab, BLOCK):
+        ids = start + tl.arange(0, BLOCK)
+        s = score(tl.load(row + ids, mask=ids < vocab, other=float("-inf")), temperature)
+        total += tl.where(ordered_key(s) >= least, weight(s, peak), 0)
+    return tl.sum(total, 0)
+
+
+@jit
+def _key_at_weight(
+    row: tl.tensor, vocab: int, temperature: tl.tensor, peak: tl.tensor, limit: tl.tensor, BLOCK: tl.constexpr
+) -> tl.tensor:
+    """Return the largest key such that tokens of at least that key weigh ``limit`` or more: two bits a pass."""
+    found = tl.full([], 0, tl.uint32)
+    unit = tl.full([], 1 << 30, tl.uint32)
+    for _ in range(16):
+        first, second, third = tl.zeros([BLOCK], tl.uint64), tl.zeros([BLOCK], tl.uint64), tl.zeros([BLOCK], tl.uint64)
+        for start in range(0, vocab, BLOCK):
+            ids = start + tl.arange(0, BLOCK)
+            s = score(tl.load(row + ids, mask=ids < vocab, other=float("-inf")), temperature)
+            key, w = ordered_key(s), weight(s, peak)
+            first += tl.where(key >= found + unit, w, 0)
+            second += tl.where(key >= found + 2 * unit, w, 0)
+            third += tl.where(key >= found + 3 * unit, w, 0)
+        steps = (tl.sum(first, 0) >= limit).to(tl.uint32) + (tl.sum(second, 0) >= limit).to(tl.uint32)
+        found += unit * (steps + (tl.sum(third, 0) >= limit).to(tl.uint32))
+        unit = unit >> 2
+    return found
+
+
+@jit
+def _walk_kernel(
+    logits: tl.tensor,
+    stride: int,
+    vocab: int,
+    temperatures: tl.tensor,
+    top_ks: tl.tensor,
+    top_ps: tl.tensor,
+    seeds: tl.tensor,
+    positions: tl.tensor,
+    peaks: tl.tensor,
+    tokens: tl.tensor,
+    status: tl.tensor,
+    cut_keys: tl.tensor,
+    cut_ids: tl.tensor,
+    pending: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Cut off and draw by passes over the whole row, whatever it holds."""
+    line = tl.program_id(0)
+    if (tl.load(pending + line) != 0) & (tl.load(status + line) == 0):
+        row = logits + line.to(tl.int64) * stride
+        temperature, peak = tl.load(temperatures + line), tl.load(peaks + line)
+        top_k, top_p = tl.load(top_ks + line), tl.load(top_ps + line)
+        cut, quota = tl.load(cut_keys + line).to(tl.uint32), tl.full([], vocab, tl.int64)
+        if (top_k > 0) & (top_k < vocab):
+            cut, stay = nth_key(row, vocab, temperature, cut, top_k, BLOCK)
+            quota = stay.to(tl.int64)
+        above = _weight_from(row, vocab, temperature, peak, cut + 1, BLOCK)
+        if (top_k > 0) & (top_k < vocab):
+            total = above + quota.to(tl.uint64) * weight(value_of(cut), peak)
+        else:
+            total = _weight_from(row, vocab, temperature, peak, cut, BLOCK)
+        if top_p < 1.0:
+            limit = _limit(top_p, total)
+            edge = _key_at_weight(row, vocab, temperature, peak, limit, BLOCK)
+            above = _weight_from(row, vocab, temperature, peak, edge + 1, BLOCK)
+            each = weight(value_of(edge), peak)
+            needed = ((limit - above + each - 1) // each).to(tl.int64)
+            quota = tl.where(edge == cut, tl.minimum(quota, needed), needed)
+            cut = edge
+        total = above + quota.to(tl.uint64) * weight(value_of(cut), peak)
+        cut_id = nth_equal(row, vocab, temperature, cut, quota, BLOCK)
+        bits = random_bits(tl.load(seeds + line), tl.load(positions + line))
+        target = tl.umulhi(bits << 11, total)
+        passed, token = tl.full([], 0, tl.uint64), tl.full([], -1, tl.int32)
+        for start in range(0, vocab, BLOCK):
+            ids = start + tl.arange(0, BLOCK)
+            s = score(tl.load(row + ids, mask=ids < vocab, other=float("-inf")), temperature)
+            key = ordered_key(s)
+            w = tl.where((key > cut) | ((key == cut) & (ids <= cut_id)), weight(s, peak), 0)
+            here = tl.sum(w, 0)
+            if (token < 0) & (passed + here > target):
+                token = start + tl.sum((passed + tl.cumsum(w, 0) <= target).to(tl.int32), 0)
+            passed += here
+        tl.store(tokens + line, token)
+        tl.store(cut_keys + line, cut.to(tl.int64))
+        tl.store(cut_ids + line, cut_id)
+
+
+def sample(
+    logits: Tensor,
+    temperature: Tensor,
+    log_min_p: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+) -> Sampled:
+    """Return a token for each row.
+
+    Args:
+        logits: [R, V] float32, after masks, bias and penalties.
+        temperature: [R] float32, 0 is greedy.
+        log_min_p: [R] float32, natural logarithm of min_p, -inf is off.
+        top_k: [R] int32, 0 or V and more is off.
+        top_p: [R] float32, 1 is off.
+        seeds: [R] int64, the bits of the 64-bit unsigned seeds.
+        positions: [R] int64, absolute position of the token that is sampled.
+    """
+    rows, _ = check_logits(logits)
+    numbers = {"temperature": temperature, "log_min_p": log_min_p, "top_p": top_p}
+    check_columns(rows, logits.device, **{name: (column, torch.float32) for name, column in numbers.items()})
+    check_columns(rows, logits.device, top_k=(top_k, torch.int32), seeds=(seeds, torch.int64))
+    check_columns(rows, logits.device, positions=(positions, torch.int64))
+    return _launch(logits, temperature, log_min_p, top_k, top_p, seeds, positions)
+
+
+def _launch(
+    x: Tensor, temperature: Tensor, log_min_p: Tensor, top_k: Tensor, top_p: Tensor, seeds: Tensor, positions: Tensor
+) -> Sampled:
+    rows, vocab, count, device = *x.shape, blocks(x.shape[1]), x.device
+    groups = padded(count * (BLOCK // GROUP))
+    bests, sums, pool = longs(device, rows, count), longs(device, rows, count), longs(device, rows, POOL)
+    tops, peaks, least = floats(device, rows, groups), floats(device, rows), longs(device, rows)
+    flags, counters, pending = ints(device, rows, count), ints(device, rows), ints(device, rows)
+    out = Sampled(ints(device, rows), ints(device, rows), longs(device, rows), ints(device, rows))
+    start, cut, drawn = (x, x.stride(0), vocab), (temperature, top_k, top_p), (seeds, positions)
+    every, lines = (rows, count), (rows,)
+
+    _peaks_kernel[every](*start, *cut, bests, flags, tops, groups, BLOCK=BLOCK, GROUP=GROUP, **settings("pass"))
+    found = (bests, flags, tops, groups, vocab, temperature, log_min_p, top_k, top_p, *out, peaks, least, counters)
+    sizes = {"WIDTH": MAX_BLOCKS, "TOPS": groups, "GROUP": GROUP, "POOL": POOL}
+    _bounds_kernel[lines](*found, count, **sizes, **settings("combine"))
+    bounds = (out.status, out.cut_keys, peaks, least, counters, pool, sums)
+    _weights_kernel[every](*start, *cut, *bounds, BLOCK=BLOCK, POOL=POOL, **settings("pass"))
+    sizes = {"WIDTH": MAX_BLOCKS, "BLOCK": BLOCK, "SHORT": SHORT, "POOL": POOL}
+    left = (peaks, counters, pool, sums, *out, pending, count)
+    _draw_kernel[lines](*start, *cut, *drawn, *left, **sizes, **settings("sort"))
+    _walk_kernel[lines](*start, *cut, *drawn, peaks, *out, pending, BLOCK=BLOCK, **settings("walk"))
+    return out
