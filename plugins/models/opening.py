@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,7 @@ def open_model(config: EngineConfig, manager: PluginManager, progress: Progress 
     located = locate(config, manager.registry("model_sources"), progress or for_terminal())
     form = _format_of(located.path, manager.registry("formats"))
     files = form.open(located.path, config, manager.registry("architectures"))
-    _check(files, located)
+    files = _checked(files, located)
     decoder = files.checkpoint.config
     chat, ends = _chat(config, files, manager.registry("chat_templates"))
     return Model(
@@ -96,13 +97,17 @@ def _format_of(path: Path, formats: Mapping[str, Format]) -> Format:
     )
 
 
-def _check(files: OpenedFiles, located: Located) -> None:
+def _checked(files: OpenedFiles, located: Located) -> OpenedFiles:
     files.checkpoint.validate()
     ids, rows = files.tokenizer.vocab_size, files.checkpoint.config.vocab_size
-    if ids > rows:
+    if ids <= rows:
+        return files
+    fitting = files.tokenizer.without_ids_from(rows)
+    if fitting is None:
         raise CheckpointError(
             f"{located.path}: the tokenizer has {ids} ids but the model only {rows}; they are of different models"
         )
+    return replace(files, tokenizer=fitting)
 
 
 def _chat(

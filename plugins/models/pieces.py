@@ -38,12 +38,13 @@ class Pieces:
 
     def bpe(self) -> Tokenizer:
         """Build the BPE that merges as SentencePiece does: the pair whose result has the best score first."""
-        vocab = {text: i for i, text in enumerate(self.texts)}
+        texts = self._spelt()
+        vocab = {text: i for i, text in enumerate(texts)}
         unknown = self.unknown
         model = models.BPE(
             vocab=vocab,
             merges=ranked_merges(vocab, [-score for score in self.scores]),
-            unk_token=None if unknown is None else self.texts[unknown],
+            unk_token=None if unknown is None else texts[unknown],
             fuse_unk=True,
             byte_fallback=True,
         )
@@ -54,7 +55,7 @@ class Pieces:
         # Tokens that text cannot spell are far too unlikely to be taken; those that users defined always are.
         scored = [
             (text, -1e6 if kind in (UNKNOWN, CONTROL, BYTE) else score)
-            for text, score, kind in zip(self.texts, self.scores, self.kinds, strict=True)
+            for text, score, kind in zip(self._spelt(), self.scores, self.kinds, strict=True)
         ]
         return self._complete(Tokenizer(models.Unigram(scored, self.unknown, BYTE in self.kinds)))
 
@@ -69,8 +70,17 @@ class Pieces:
         tokenizer.decoder = decoders.Sequence(
             [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *tail]
         )
-        add_typed_tokens(tokenizer, self.texts, self.kinds)
+        # Normalised, they are found where a text has their spaces; but then a space before the text is put before them.
+        add_typed_tokens(tokenizer, self._spelt(), self.kinds, normalized=not self.prefix_space)
         return tokenizer
+
+    def _spelt(self) -> list[str]:
+        """Return the pieces; of what users defined, runs of spaces among them, some files write spaces as they look."""
+        before, after = (SPACE, " ") if self.prefix_space else (" ", SPACE)
+        return [
+            text.replace(before, after) if kind == USER_DEFINED else text
+            for text, kind in zip(self.texts, self.kinds, strict=True)
+        ]
 
 
 def ranked_merges(vocab: Mapping[str, int], ranks: Sequence[float]) -> list[tuple[str, str]]:
@@ -85,12 +95,17 @@ def ranked_merges(vocab: Mapping[str, int], ranks: Sequence[float]) -> list[tupl
     return [(left, right) for *_, left, right in ranked]
 
 
-def add_typed_tokens(tokenizer: Tokenizer, texts: Sequence[str], kinds: Sequence[int]) -> None:
-    """Mark control and user-defined tokens by their types."""
+def add_typed_tokens(
+    tokenizer: Tokenizer, texts: Sequence[str], kinds: Sequence[int], *, normalized: bool = False
+) -> None:
+    """Mark control and user-defined tokens by their types.
 
-    def of(*wanted: int, special: bool) -> list[AddedToken]:
-        found = (text for text, kind in zip(texts, kinds, strict=True) if kind in wanted)
-        return [AddedToken(text, normalized=False, special=special) for text in found]
+    Args:
+        normalized: look for those that users defined in the normalised text.
+    """
 
-    tokenizer.add_special_tokens(of(UNKNOWN, CONTROL, special=True))
-    tokenizer.add_tokens(of(USER_DEFINED, special=False))
+    def of(*wanted: int) -> list[str]:
+        return [text for text, kind in zip(texts, kinds, strict=True) if kind in wanted]
+
+    tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in of(UNKNOWN, CONTROL)])
+    tokenizer.add_tokens([AddedToken(text, normalized=normalized, special=False) for text in of(USER_DEFINED)])

@@ -85,6 +85,19 @@ class FastTokenizer:
         self._eos_id = tokenizer.token_to_id(special.eos) if special.eos else None
         self._table = _byte_table(spec, tokenizer)
 
+    def without_ids_from(self, limit: int) -> FastTokenizer | None:
+        """Return the tokenizer without the added tokens whose ids are ``limit`` or more; None if others are, too.
+
+        A text model may share its tokenizer with one that sees images, and lack the rows of their tokens.
+        """
+        spec = json.loads(self._tokenizer.to_str())
+        added = {token["id"] for token in spec["added_tokens"]}
+        ids = self._tokenizer.get_vocab(with_added_tokens=False).values()
+        if max(ids, default=0) >= limit or not any(i >= limit for i in added):
+            return None
+        spec["added_tokens"] = [token for token in spec["added_tokens"] if token["id"] < limit]
+        return FastTokenizer(tokenizers.Tokenizer.from_str(json.dumps(spec)), self.special)
+
     @property
     def vocab_size(self) -> int:
         """Return the number of ids, unused ones between others included."""

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from slotline.errors import TokenizerError
 from slotline.plugins.models.fields import Fields
-from slotline.plugins.models.pieces import SPACE, USER_DEFINED, Pieces, add_typed_tokens
+from slotline.plugins.models.pieces import Pieces, add_typed_tokens
 from slotline.plugins.models.tokenizer import FastTokenizer, SpecialTokens
 from slotline.plugins.models.words import GGUF_RULES
 
@@ -65,10 +65,7 @@ def _pieces(metadata: Mapping[str, Any], tokens: list[str], kinds: list[int], wh
     if not isinstance(scores, list) or len(scores) != len(tokens):
         raise TokenizerError(f"{where} has no score for each token (tokenizer.ggml.scores); the file is damaged")
     return Pieces(
-        # Converters write tokens that users defined, runs of spaces among them, as they look in text.
-        texts=[
-            text.replace(" ", SPACE) if kind == USER_DEFINED else text for text, kind in zip(tokens, kinds, strict=True)
-        ],
+        texts=tokens,
         scores=scores,
         kinds=kinds,
         prefix_space=bool(metadata.get("tokenizer.ggml.add_space_prefix", True)),

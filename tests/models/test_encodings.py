@@ -9,6 +9,7 @@ import unicodedata
 import pytest
 
 from slotline.errors import TokenizerError
+from slotline.plugins.models.tokenizer_gguf import tokenizer_from_gguf
 from slotline.plugins.models.tokenizer_hf import tokenizer_from_folder
 
 COUNT, MANY = 2_000, 10_000
@@ -102,6 +103,27 @@ def test_sentencepiece(sentencepiece, count):
         if kind == "bpe" and text and "▁" not in text:
             assert bytes_of(ours, ids) == b" " + text.encode(), repr(text)
     assert ours.encode("quick") == [1, *theirs.encode("quick")], "with the begin token in front"
+
+
+def test_unigram_from_gguf(sentencepiece):
+    """llama.cpp's name for the kind is t5."""
+    theirs, _, kind = sentencepiece
+    if kind != "unigram":
+        pytest.skip("not of this kind")
+    size = theirs.get_piece_size()
+    kinds = [
+        2 if theirs.is_unknown(i) else 3 if theirs.is_control(i) else 6 if theirs.is_byte(i) else 1 for i in range(size)
+    ]
+    metadata = {
+        "tokenizer.ggml.model": "t5",
+        "tokenizer.ggml.tokens": [theirs.id_to_piece(i) for i in range(size)],
+        "tokenizer.ggml.scores": [theirs.get_score(i) for i in range(size)],
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.eos_token_id": 2,
+    }
+    ours = tokenizer_from_gguf(metadata, "m.gguf")
+    for text in texts(200):
+        assert ours.encode(text, parse_special=False) == theirs.encode(text), repr(text)
 
 
 # Ranks
