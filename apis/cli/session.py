@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+import asyncio
+import signal
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 from anyio.from_thread import BlockingPortal, start_blocking_portal
@@ -11,6 +15,7 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from slotline.apis.cli.console import status, warn
 from slotline.config import EngineConfig
 from slotline.engine import Engine
+from slotline.errors import RequestAborted
 from slotline.handle import RequestHandle
 from slotline.params import SamplingParams
 from slotline.request import Output
@@ -39,21 +44,49 @@ class Session:
     def outputs(self, prompt: str | list[int], params: SamplingParams) -> Iterator[Output]:
         """Yield the pieces of one answer, as ``stream`` does."""
 
-        async def submit() -> RequestHandle:
-            return await self.engine.submit([prompt], params)
+        async def submit() -> tuple[RequestHandle, asyncio.AbstractEventLoop]:
+            return await self.engine.submit([prompt], params), asyncio.get_running_loop()
 
-        handle = self._portal.call(submit)
+        handle, loop = self._portal.call(submit)
         warn(handle.warnings)
         pieces = handle.pieces()
-        try:
-            while (outputs := self._portal.call(_next, pieces)) is not None:
-                yield from outputs
-        finally:
-            self._portal.call(handle.abort)
+        with _on_interrupt(lambda: loop.call_soon_threadsafe(handle.abort)) as interrupts:
+            try:
+                while (outputs := self._portal.call(_next, pieces)) is not None:
+                    yield from outputs
+            except RequestAborted:
+                if interrupts:
+                    raise KeyboardInterrupt from None
+                raise
+            finally:
+                self._portal.call(handle.abort)
 
 
 async def _next(pieces: AsyncIterator[list[Output]]) -> list[Output] | None:
     return await anext(pieces, None)
+
+
+@contextmanager
+def _on_interrupt(act: Callable[[], object]) -> Iterator[list[int]]:
+    """Call ``act`` on Ctrl-C instead of raising KeyboardInterrupt wherever the main thread happens to be.
+
+    Raised between two steps of the threads' hand-over it can leave a lock taken, and the engine's thread waits for
+    ever. Yields the list of signals that came.
+    """
+    came: list[int] = []
+    if threading.current_thread() is not threading.main_thread():  # nobody else may set handlers, or gets signals
+        yield came
+        return
+
+    def note(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+        act()
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield came
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager

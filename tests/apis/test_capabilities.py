@@ -38,7 +38,8 @@ async def capabilities(fake, engine, **options):
 
 async def test_a_server_says_all_that_its_backend_says(fake, narrow):
     shown = await capabilities(fake, narrow, served_model_name=["m", "other"])
-    own = {"version": slotline.__version__, "model": "m", "models": ["m", "other"], "max_model_len": 1024}
+    own = {"version": slotline.__version__, "backend": "torch", "model": "m", "models": ["m", "other"]}
+    own["max_model_len"] = 1024
     assert {name: shown.pop(name) for name in own} == own
     assert shown.pop("max_logprobs") == 5
     for name, value in shown.items():

@@ -1,0 +1,16 @@
+"""Root mean square normalisation, with the residual sum in front of it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
+    """Return the normalised rows; ``residual`` becomes its sum with ``x``, which is what is normalised then."""
+    if residual is not None:
+        residual.add_(x)
+        x = residual
+    wide = x.float()
+    normal = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return normal.to(x.dtype) * weight

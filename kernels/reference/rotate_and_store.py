@@ -1,0 +1,37 @@
+"""QK-norm, rotary embedding, and the KV write."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from slotline.kernels.reference.rms_norm import rms_norm
+from slotline.kernels.rotate_and_store import HeadNorms
+
+
+def rotate_and_store(
+    qkv: Tensor,
+    angles: Tensor,
+    positions: Tensor,
+    places: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    norms: HeadNorms | None = None,
+) -> Tensor:
+    """Return q [T, Hq, D], rotated; write k, rotated, and v to their pages."""
+    _, kv_heads, page, dim = k_pages.shape
+    heads = qkv.shape[1] // dim - 2 * kv_heads
+    q, k, v = qkv.unflatten(-1, (-1, dim)).split([heads, kv_heads, kv_heads], 1)
+    if norms is not None:
+        q, k = rms_norm(q, norms.q, norms.eps), rms_norm(k, norms.k, norms.eps)
+    turn = angles[positions.long(), None]  # [T, 1, D]
+    q, k = _rotate(q, turn), _rotate(k, turn)
+    blocks, offsets = places.long() // page, places.long() % page
+    k_pages[blocks, :, offsets] = k
+    v_pages[blocks, :, offsets] = v
+    return q
+
+
+def _rotate(heads: Tensor, turn: Tensor) -> Tensor:
+    (first, second), (cos, sin) = heads.float().chunk(2, -1), turn.chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(heads.dtype)

@@ -1,0 +1,61 @@
+"""Root mean square normalisation, with the residual sum in front of it:
+
+    r <- r + x        y = w * x / sqrt(mean(x^2) + eps)
+
+One program a row. The sum is rounded to the model's dtype before the variance, and the normalised row before the
+weight, as transformers does; sums are float32. Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from slotline.kernels.launch import jit, padded
+
+
+@jit
+def _norm_kernel(
+    x: tl.tensor,
+    residual: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    stride: int,
+    eps: float,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    inside = lane < WIDTH
+    value = tl.load(x + row * stride + lane, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        place = residual + row * WIDTH + lane
+        value = (value + tl.load(place, mask=inside, other=0.0).to(tl.float32)).to(residual.dtype.element_ty)
+        tl.store(place, value, mask=inside)
+        value = value.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps)
+    normal = (value * scale).to(out.dtype.element_ty)
+    gain = tl.load(weight + lane, mask=inside, other=0.0)
+    tl.store(out + row * WIDTH + lane, (normal.to(tl.float32) * gain.to(tl.float32)), mask=inside)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
+    """Return the normalised rows; ``residual`` becomes its sum with ``x``, which is what is normalised then.
+
+    Args:
+        x: [T, H], rows may be strided.
+        weight: [H].
+        residual: [T, H], changed in place.
+    """
+    rows, width = x.shape
+    out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    block = padded(width)
+    warps = min(max(block // 512, 1), 8)
+    _norm_kernel[(rows,)](
+        x, residual if residual is not None else x, weight, out, x.stride(0), eps,
+        WIDTH=width, BLOCK=block, ADD=residual is not None, num_warps=warps,
+    )  # fmt: skip
+    return out
