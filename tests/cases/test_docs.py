@@ -61,6 +61,14 @@ def test_the_pipeline_page_prints_what_it_shows():
         assert printed == shown
 
 
+@pytest.mark.usefixtures("one_thread")
+def test_the_embedding_page_runs_and_prints_what_it_shows():
+    results = run_python("embedding.md")
+    assert len(results) == 5
+    assert all(printed == shown for shown, printed in results)
+    assert results[-1][1]
+
+
 def test_the_clients_of_the_server_page_print_what_it_shows(server):
     results = run_python("api_server.md", server.url, having="openai")
     assert len(results) >= 2
