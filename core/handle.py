@@ -93,7 +93,7 @@ class RequestHandle:
         return Usage(
             prompt_tokens=sum(map(len, self.prompt_token_ids)),
             completion_tokens=sum(choice.total for choice in self.choices),
-            cached_tokens=min(self.cached_tokens, sum(map(len, self.prompt_token_ids))),
+            cached_tokens=self.cached_tokens,
         )
 
     def abort(self) -> None:

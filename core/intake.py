@@ -197,6 +197,7 @@ class Intake:
             max_tokens = self.check_prompt(token_ids, params)
             array = np.array(token_ids, np.int32)
             seed = self._seed(params)
+            leader = first_id + len(made)
             for choice in range(params.n):
                 made.append(
                     SequenceRequest(
@@ -209,6 +210,7 @@ class Intake:
                         bad_words=bad_words,
                         logprobs=resolved.logprobs,
                         prompt_logprobs=resolved.prompt_logprobs if choice == 0 else None,
+                        leader=leader if choice else None,
                         **common,
                     )
                 )

@@ -56,7 +56,7 @@ class OutputProcessor:
     def process(self, batch: OutputBatch) -> None:
         """Deliver one step's news."""
         for seq_id, cached in batch.admitted:
-            if seq_id in self._requests:
+            if seq_id in self._choices and self._choices[seq_id].index == 0:  # others start from the first one's blocks
                 self._requests[seq_id].cached_tokens += cached
         if batch.prompt_logprobs is not None:
             self._deliver_prompts(batch)

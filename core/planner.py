@@ -8,6 +8,7 @@ and computes them again later.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -49,13 +50,17 @@ class Planner:
 
     Args:
         budget: tokens computed in one step.
+        running: sequences in rows, by number.
     """
 
-    def __init__(self, budget: int, rows: RowTable, pool: BlockPool, queue: RequestQueue) -> None:
+    def __init__(
+        self, budget: int, rows: RowTable, pool: BlockPool, queue: RequestQueue, running: Mapping[int, Sequence]
+    ) -> None:
         self.budget = budget
         self.rows = rows
         self.pool = pool
         self.queue = queue
+        self.running = running
 
     def plan(self, step_id: int, ended: list[int], oldest_step: int) -> StepPlan | None:
         """Return the next step, or None if nothing can be launched now.
@@ -141,7 +146,7 @@ class Planner:
             hits = self.pool.lookup(seq.tokens, request.cache_salt, request.adapter) if seq.reads_cache else []
             revived = {b for b in hits if self.pool.is_cached(b)} - claimed
             cost = -(-len(seq.tokens) // self.pool.block_size) - len(hits) + len(revived)
-            if work.budget <= 0 or cost + spare > work.blocks:
+            if work.budget <= 0 or cost + spare > work.blocks or self._should_wait(seq, work):
                 return
             count = min(len(seq.tokens) - len(hits) * self.pool.block_size, work.budget)
             work.admissions.append(Admission(seq, row, hits, count))
@@ -149,6 +154,16 @@ class Planner:
             work.blocks -= cost
             claimed |= revived
             spare += 1
+
+    def _should_wait(self, seq: Sequence, work: Work) -> bool:
+        """Tell whether the blocks to start from are being computed right now, by another choice of the request."""
+        leader, blocks = seq.request.leader, (len(seq.request.token_ids) - 1) // self.pool.block_size
+        if leader is None or not blocks or not self.pool.prefix_caching:
+            return False
+        if any(a.seq.seq_id == leader for a in work.admissions):
+            return True
+        running = self.running.get(leader)
+        return running is not None and running.publishing and running.published < blocks
 
     # --- columns ----------------------------------------------------------------------
 

@@ -56,6 +56,7 @@ class SequenceRequest:
         cache_salt: part of the prefix-cache identity.
         adapter: 0 is none.
         logprobs, prompt_logprobs: widths after the capability check; None if not wanted.
+        leader: the sequence with the same prompt whose blocks this one should start from; None if it has none.
     """
 
     seq_id: int
@@ -72,6 +73,7 @@ class SequenceRequest:
     adapter: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    leader: int | None = None
 
     @property
     def max_len(self) -> int:

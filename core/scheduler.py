@@ -51,10 +51,10 @@ class Scheduler:
         self.pool = pool
         self.queue = queue
         self.rows = RowTable(max_slots, max_len, pool.block_size)
-        self.planner = Planner(budget, self.rows, pool, queue)
+        self.running: dict[int, Sequence] = {}
+        self.planner = Planner(budget, self.rows, pool, queue, self.running)
         self.counts = SchedulerCounts()
         self.inflight: deque[StepPlan] = deque()
-        self.running: dict[int, Sequence] = {}
         self._ended: list[int] = []
         self._admitted: list[tuple[int, int]] = []  # (seq_id, cached tokens) not yet reported
         self._next_step = 1

@@ -21,7 +21,8 @@ def rotate_and_store(
     """Return q [T, Hq, D], rotated; write k, rotated, and v to their pages."""
     _, kv_heads, page, dim = k_pages.shape
     heads = qkv.shape[1] // dim - 2 * kv_heads
-    q, k, v = qkv.reshape(len(qkv), -1, dim).split([heads, kv_heads, kv_heads], 1)
+    parts = qkv.reshape(len(qkv), -1, dim)  # [T, Hq + 2 Hkv, D]
+    q, k, v = parts[:, :heads], parts[:, heads : heads + kv_heads], parts[:, heads + kv_heads :]
     if norms is not None:
         q, k = rms_norm(q, norms.q, norms.eps), rms_norm(k, norms.k, norms.eps)
     turn = angles[positions.long(), None]  # [T, 1, D]

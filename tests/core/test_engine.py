@@ -26,6 +26,7 @@ from slotline.errors import (
     UnsupportedParameter,
 )
 from slotline.hookspecs import hookimpl
+from slotline.intake import choice_seed
 from slotline.manager import PluginManager
 from slotline.plugins.echo import VOCAB, open_model
 from slotline.request import RequestEvent
@@ -482,6 +483,22 @@ async def test_a_second_request_starts_from_the_cached_prefix() -> None:
         other = await engine.generate(prompt, SamplingParams(seed=1, max_tokens=8), cache_salt="other")
         assert other.usage.cached_tokens == 0
         assert plugin.made[0].plans[8].start.tolist() == [32]
+
+
+@both_depths
+async def test_the_prompt_of_several_choices_is_computed_once(depth: int) -> None:
+    async with opened(depth=depth, block_size=4) as (engine, _):
+        prompt = "thirty-two characters in a prompt"
+        params = SamplingParams(n=4, seed=3, max_tokens=5, ignore_eos=True)
+        done = await engine.generate(prompt, params)
+        assert [c.token_ids for c in done.choices] == [answer(prompt, s, 5, ()) for s in choice_seeds(3, 4)]
+        assert done.usage.prompt_tokens == 33 and done.usage.cached_tokens == 0
+        # The first computes 33 positions, each other one the last of them; then 4 tokens each.
+        assert engine.stats().scheduled_tokens == 33 + 3 + 4 * 4
+
+
+def choice_seeds(seed: int, n: int) -> list[int]:
+    return [choice_seed(seed, j) for j in range(n)]
 
 
 # --- observation ----------------------------------------------------------------------

@@ -81,6 +81,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                     max_tokens=max_tokens,
                     priority=priority,
                     cache_salt=salt,
+                    leader=self.next_id if j else None,
                 )
             )
         before = len(self.queue), self.queue.live
