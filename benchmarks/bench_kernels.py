@@ -60,10 +60,10 @@ def graph_time(calls: list[Callable[[], object]], repeats: int) -> float:
 
 
 def copy_bandwidth(repeats: int) -> float:
-    """Return bytes per microsecond, read and written, of a 2 GB copy."""
-    source = torch.empty(1 << 31, dtype=torch.uint8, device="cuda").random_()
+    """Return bytes per microsecond, read and written, of a kernel that copies 2 GB with the sign changed."""
+    source = torch.randn(1 << 29, device="cuda")
     target = torch.empty_like(source)
-    return 2 * source.numel() / graph_time([lambda: target.copy_(source)], repeats)
+    return 8 * source.numel() / graph_time([lambda: torch.neg(source, out=target)], repeats)
 
 
 class Inputs:

@@ -21,12 +21,13 @@ BLOCK = 4096  # ids that one program takes in a pass over a row
 GROUP = 32  # ids whose maximum stands for them when the best of a row are sought
 POOL = 2048  # candidates of a row that are sorted in one go
 SHORT = 128  # as many are sorted where they are enough
+STRIDE = 8192  # ids that a program takes at a time when it walks a row
 LIST = 1024  # ids that a program takes at a time from a list
 MAX_VOCAB = 1 << 19  # an id and its 45-bit weight share 64 bits
 MAX_BLOCKS = MAX_VOCAB // BLOCK
 MAX_WIDTH = 1024  # of a table of the best
 
-_WARPS = {"pass": 8, "combine": 4, "sort": 8, "walk": 16, "list": 4, "scalar": 1}
+_WARPS = {"pass": 8, "combine": 16, "sort": 16, "walk": 16, "list": 4, "scalar": 1}
 
 
 def varying(*names: str) -> Decorator:

@@ -18,13 +18,14 @@ def _mask_kernel(
     line, block = tl.program_id(0), tl.program_id(1)
     row = tl.load(rows + line).to(tl.int64)
     if row >= 0:
-        ids = block * BLOCK + tl.arange(0, BLOCK)
-        inside = ids < vocab
-        word = tl.load(masks + line.to(tl.int64) * words + ids // 32, mask=inside, other=0)
-        banned = ((word >> (ids % 32)) & 1) == 0
+        at = block * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
+        word = tl.load(masks + line.to(tl.int64) * words + at, mask=at < words, other=0)
+        bit = tl.arange(0, 32)
+        ids = at[:, None] * 32 + bit[None, :]  # [BLOCK / 32, 32]
         place = logits + row * stride + ids
-        x = tl.load(place, mask=inside & banned, other=0.0)
-        tl.store(place, ruled_out(x), mask=inside & banned)
+        x = tl.load(place, mask=ids < vocab, other=0.0)
+        allowed = ((word[:, None] >> bit[None, :]) & 1) != 0
+        tl.store(place, tl.where(allowed, x, ruled_out(x)), mask=ids < vocab)
 
 
 def mask_allowed(logits: Tensor, masks: Tensor, rows: Tensor) -> None:

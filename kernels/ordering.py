@@ -50,9 +50,9 @@ def ruled_out(x: tl.tensor) -> tl.tensor:
 @jit
 def score(x: tl.tensor, temperature: tl.tensor) -> tl.tensor:
     """Return x / temperature, correctly rounded, at most the largest finite number; x itself at temperature 0."""
-    divisor = tl.where(temperature > 0, temperature, 1.0)
-    quotient = tl.div_rn(x, tl.broadcast_to(divisor, x.shape))
-    return tl.minimum(quotient, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    if (temperature > 0) & (temperature != 1.0):
+        x = tl.div_rn(x, tl.broadcast_to(temperature, x.shape))
+    return tl.minimum(x, LARGEST, propagate_nan=tl.PropagateNan.ALL)
 
 
 @jit

@@ -28,6 +28,7 @@ from slotline.kernels.launch import (
     MAX_BLOCKS,
     POOL,
     SHORT,
+    STRIDE,
     blocks,
     check_columns,
     check_logits,
@@ -63,7 +64,7 @@ from slotline.kernels.selection import (
     pool_put,
 )
 
-_WANTED = tl.constexpr(512)  # groups whose largest pass where top_p alone cuts the row off
+_WANTED = tl.constexpr(1024)  # groups whose largest pass where top_p alone cuts the row off
 
 
 @jit
@@ -336,15 +337,21 @@ def _draw_kernel(
 
 
 @jit
+def _by_fours(w: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
+    """Return [BLOCK / 4] sums of four neighbours, which one thread has."""
+    return tl.sum(tl.reshape(w, [BLOCK // 4, 4]), 1)
+
+
+@jit
 def _weight_from(
     row: tl.tensor, vocab: int, temperature: tl.tensor, peak: tl.tensor, least: tl.tensor, BLOCK: tl.constexpr
 ) -> tl.tensor:
     """Return the weight of all tokens with keys of at least ``least``."""
-    total = tl.zeros([BLOCK], tl.uint64)
+    total = tl.zeros([BLOCK // 4], tl.uint64)
     for start in range(0, vocab, BLOCK):
         ids = start + tl.arange(0, BLOCK)
         s = score(tl.load(row + ids, mask=ids < vocab, other=float("-inf")), temperature)
-        total += tl.where(ordered_key(s) >= least, weight(s, peak), 0)
+        total += _by_fours(tl.where(ordered_key(s) >= least, weight(s, peak), 0), BLOCK)
     return tl.sum(total, 0)
 
 
@@ -356,14 +363,15 @@ def _key_at_weight(
     found = tl.full([], 0, tl.uint32)
     unit = tl.full([], 1 << 30, tl.uint32)
     for _ in range(16):
-        first, second, third = tl.zeros([BLOCK], tl.uint64), tl.zeros([BLOCK], tl.uint64), tl.zeros([BLOCK], tl.uint64)
+        first, second = tl.zeros([BLOCK // 4], tl.uint64), tl.zeros([BLOCK // 4], tl.uint64)
+        third = tl.zeros([BLOCK // 4], tl.uint64)
         for start in range(0, vocab, BLOCK):
             ids = start + tl.arange(0, BLOCK)
             s = score(tl.load(row + ids, mask=ids < vocab, other=float("-inf")), temperature)
             key, w = ordered_key(s), weight(s, peak)
-            first += tl.where(key >= found + unit, w, 0)
-            second += tl.where(key >= found + 2 * unit, w, 0)
-            third += tl.where(key >= found + 3 * unit, w, 0)
+            first += _by_fours(tl.where(key >= found + unit, w, 0), BLOCK)
+            second += _by_fours(tl.where(key >= found + 2 * unit, w, 0), BLOCK)
+            third += _by_fours(tl.where(key >= found + 3 * unit, w, 0), BLOCK)
         steps = (tl.sum(first, 0) >= limit).to(tl.uint32) + (tl.sum(second, 0) >= limit).to(tl.uint32)
         found += unit * (steps + (tl.sum(third, 0) >= limit).to(tl.uint32))
         unit = unit >> 2
@@ -479,5 +487,5 @@ def _launch(
     sizes = {"WIDTH": MAX_BLOCKS, "BLOCK": BLOCK, "SHORT": SHORT, "POOL": POOL}
     left = (peaks, counters, pool, sums, *out, pending, count)
     _draw_kernel[lines](*start, *cut, *drawn, *left, **sizes, **settings("sort"))
-    _walk_kernel[lines](*start, *cut, *drawn, peaks, *out, pending, BLOCK=BLOCK, **settings("walk"))
+    _walk_kernel[lines](*start, *cut, *drawn, peaks, *out, pending, BLOCK=STRIDE, **settings("walk"))
     return out

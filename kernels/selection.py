@@ -95,15 +95,11 @@ def pool_put(
 ) -> None:
     """Append the chosen tokens to a row's pool as far as it reaches; the counter tells how many there were.
 
-    Programs append in any order: what is read from the pool is sorted, and entries are all different.
+    They come in any order: what is read from the pool is sorted, and entries are all different.
     """
-    flags = chosen.to(tl.int32)
-    count = tl.sum(flags, 0)
-    if count > 0:
-        base = tl.atomic_add(counter, count)
-        place = base + tl.cumsum(flags, 0) - 1
-        entries = packed(key, ids).to(tl.int64, bitcast=True)
-        tl.store(pool + place, entries, mask=chosen & (place < POOL))
+    place = tl.atomic_add(counter + ids * 0, 1, mask=chosen, sem="relaxed")
+    entries = packed(key, ids).to(tl.int64, bitcast=True)
+    tl.store(pool + place, entries, mask=chosen & (place < POOL))
 
 
 @jit

@@ -21,6 +21,7 @@ from slotline.kernels.launch import (
     MAX_WIDTH,
     POOL,
     SHORT,
+    STRIDE,
     blocks,
     check_columns,
     check_logits,
@@ -291,6 +292,6 @@ def _launch(x: Tensor, rows: Tensor, tokens: Tensor, widths: Tensor, columns: in
     if columns:
         bounds = (widths, columns, out.status, least, counters, pool)
         _gather_kernel[every](*start, *bounds, BLOCK=BLOCK, POOL=POOL, **settings("pass"))
-        _walk_kernel[lines](*start, *bounds, BLOCK=BLOCK, POOL=POOL, **settings("walk"))
+        _walk_kernel[lines](*start, *bounds, BLOCK=STRIDE, POOL=POOL, **settings("walk"))
         found = (rows, widths, out.status, peaks, logs, counters, pool, out.ids, out.values, out.counts, columns)
         _emit_kernel[lines](*found, COLUMNS=padded(columns), SHORT=SHORT, POOL=POOL, **settings("sort"))
