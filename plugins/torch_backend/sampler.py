@@ -62,13 +62,14 @@ class Sampler:
             positions: [R] absolute position of the token that is sampled.
             masks: allowed tokens by slot, waited for before anything else.
         """
-        finite = logits.amax(-1).isfinite()  # a maximum passes NaN on, and is infinite if all or one is
+        changed = masks is not None or any(row.special for row in rows)
+        finite = logits.amax(-1).isfinite() if changed else None  # a maximum passes NaN on, and infinity
         if masks is not None:
             _apply_masks(logits, rows, masks)
         self._adjust(logits, rows, positions)
-        peaks, ids = logits.max(-1)  # the first of equals
-        tokens = ids.cpu().numpy().astype(np.int64)
-        valid = (finite & peaks.isfinite()).cpu().numpy()
+        tokens, valid = _best(logits)
+        if finite is not None:
+            valid &= finite.cpu().numpy()
         drawing = np.flatnonzero(valid & np.array([not row.greedy for row in rows], bool))
         if len(drawing):
             self._draw_some(logits, rows, positions, drawing, tokens)
@@ -111,6 +112,16 @@ class Sampler:
         tokens[drawing] = _draw(scores, chosen, positions[drawing])
         if not whole:
             logits[select] = scores
+
+
+def _best(logits: Tensor) -> tuple[LongArray, npt.NDArray[np.bool_]]:
+    """Return each row's best id, the first of equals, and whether its logit is a finite number."""
+    if logits.device.type == "cpu":  # NumPy finds a maximum's place in a tenth of PyTorch's time
+        values = logits.numpy()
+        ids = values.argmax(-1)
+        return ids, np.isfinite(np.take_along_axis(values, ids[:, None], -1)[:, 0])
+    peaks, best = logits.max(-1)
+    return best.cpu().numpy(), peaks.isfinite().cpu().numpy()
 
 
 class _Places:

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from slotline.errors import CheckpointError
 from slotline.plugins.models.decoder import DecoderConfig
-from slotline.plugins.torch_backend.linear import Head, Linear, linear_kind
+from slotline.plugins.torch_backend.linear import Head, Kinds, Linear, linear_kinds
 from slotline.plugins.torch_backend.rotation import Rotations, in_pairs
 
 if TYPE_CHECKING:
@@ -66,10 +66,21 @@ class Weights:
     nbytes: int
 
 
-def load_weights(checkpoint: Checkpoint, *, device: torch.device, dtype: torch.dtype, positions: int) -> Weights:
+def load_weights(
+    checkpoint: Checkpoint,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    positions: int,
+    quantization: str | None = None,
+) -> Weights:
     """Read a checkpoint into memory of the device.
 
+    Args:
+        quantization: of the matrices; the embedding and the norms stay as they are.
+
     Raises:
+        ConfigError: the quantization cannot be had here.
         CheckpointError: a tensor is damaged, or the model needs an activation that is not known here.
     """
     config = checkpoint.config
@@ -78,7 +89,7 @@ def load_weights(checkpoint: Checkpoint, *, device: torch.device, dtype: torch.d
         raise CheckpointError(
             f"hidden_act is {config.hidden_act!r}; backend torch knows {', '.join(sorted(_ACTIVATIONS))}"
         )
-    reader = _Reader(checkpoint, device, dtype)
+    reader = _Reader(checkpoint, device, dtype, linear_kinds(device, dtype, quantization))
     layers = tuple(_layer(reader, i, config) for i in range(config.num_layers))
     embed = reader.tensor("embed")
     head = reader.head(embed if config.tie_embeddings else None)
@@ -96,11 +107,11 @@ def load_weights(checkpoint: Checkpoint, *, device: torch.device, dtype: torch.d
 class _Reader:
     """Read tensors one at a time, move them to the device, and count their bytes."""
 
-    def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, kinds: Kinds) -> None:
         self._checkpoint = checkpoint
         self._device = device
         self._dtype = dtype
-        self._kind = linear_kind(device, dtype)
+        self._kinds = kinds
         self.nbytes = 0
 
     def read(self, name: str) -> Tensor:
@@ -119,8 +130,9 @@ class _Reader:
 
     def head(self, embed: Tensor | None) -> Linear:
         """Return the head; tied to the embedding, if that is given."""
-        head = Head(self.tensor("lm_head") if embed is None else embed, self._kind)
-        self.nbytes += head.own_bytes
+        weight = self.read("lm_head").to(self._device) if embed is None else embed
+        head = Head(weight, self._kinds.head)
+        self.nbytes += head.nbytes + (weight.nbytes if head.keeps_weight and embed is None else 0)
         return head
 
     def linear(self, prefix: str, parts: str, *, biased: bool, pairs: tuple[str, ...] = ()) -> Linear:
@@ -133,8 +145,9 @@ class _Reader:
 
         weight = joined("").to(self._device)
         bias = joined("_bias").to(self._device) if biased else None
-        self.nbytes += weight.nbytes + (0 if bias is None else bias.nbytes)
-        return self._kind(weight, bias)
+        linear = self._kinds.layers(weight, bias)
+        self.nbytes += linear.nbytes
+        return linear
 
 
 def _layer(reader: _Reader, index: int, config: DecoderConfig) -> Layer:
