@@ -37,6 +37,7 @@ TRACE_VARIABLE = "SLOTLINE_TRACE_HOOKS"
 BUILTINS: tuple[str, ...] = (
     "slotline.plugins.echo",
     "slotline.plugins.torch_backend",
+    "slotline.plugins.triton_backend",
     "slotline.plugins.models",
     "slotline.plugins.processors",
     "slotline.plugins.prometheus",

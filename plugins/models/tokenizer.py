@@ -230,7 +230,7 @@ def _byte_table(spec: dict[str, Any], tokenizer: tokenizers.Tokenizer) -> list[b
     """Return the bytes of each id.
 
     Raises:
-        TokenizerError: the tokenizer is neither byte-level nor SentencePiece-like.
+        TokenizerError: the tokenizer is neither byte-level, nor SentencePiece-like, nor of whole words.
     """
     vocab = tokenizer.get_vocab(with_added_tokens=True)
     table = [b""] * (max(vocab.values(), default=-1) + 1)
@@ -239,15 +239,23 @@ def _byte_table(spec: dict[str, Any], tokenizer: tokenizers.Tokenizer) -> list[b
         convert = _byte_level
     elif kinds & {"Metaspace", "ByteFallback", "Replace", "Fuse"}:
         convert = _sentencepiece
+    elif spec["decoder"] is None and spec["model"]["type"] == "WordLevel":
+        convert = _word
     else:
         named = ", ".join(sorted(kinds)) or "none"
-        raise TokenizerError(f"tokenizer.json has decoder {named}; allowed: ByteLevel, or Metaspace / ByteFallback")
+        allowed = "ByteLevel, Metaspace / ByteFallback, or whole words"
+        raise TokenizerError(f"tokenizer.json has decoder {named}; allowed: {allowed}")
     for text, i in vocab.items():
         table[i] = convert(text)
     for token in spec["added_tokens"]:
         pieces = convert is _sentencepiece and not token["special"]  # runs of spaces, among others
         table[token["id"]] = _sentencepiece(token["content"]) if pieces else token["content"].encode()
     return table
+
+
+def _word(text: str) -> bytes:
+    """Return a whole word's bytes; without a decoder nothing says more than that words stand apart."""
+    return f" {text}".encode()
 
 
 def _types_within(node: Any) -> list[str]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +11,7 @@ from slotline.backend import ALL_PARAMS, BackendInfo, Capabilities, StepHandle
 from slotline.config import EngineConfig
 from slotline.errors import ConfigError, ModelError
 from slotline.model import Model
-from slotline.plan import StepPlan, StepResult
+from slotline.plan import StepPlan
 from slotline.plugins.torch_backend.attention import AttentionPlanner, Heads
 from slotline.plugins.torch_backend.decoder import Decoder
 from slotline.plugins.torch_backend.linear import QUANTIZED
@@ -29,7 +27,7 @@ from slotline.plugins.torch_backend.memory import (
 from slotline.plugins.torch_backend.processing import Processors
 from slotline.plugins.torch_backend.rotation import dynamic_from
 from slotline.plugins.torch_backend.sampler import Sampler
-from slotline.plugins.torch_backend.step import Runner
+from slotline.plugins.torch_backend.step import Runner, run_step
 from slotline.plugins.torch_backend.weights import load_weights
 
 if TYPE_CHECKING:
@@ -133,14 +131,7 @@ class TorchBackend:
 
     def launch(self, plan: StepPlan) -> StepHandle:
         """Run a step. What it raises comes out of the handle's ``result``."""
-        runner = self._loaded()
-        began = time.perf_counter()
-        try:
-            with torch.inference_mode():
-                result = runner.run(plan, began)
-        except Exception as error:
-            return _Failed(error)
-        return _Done(result)
+        return run_step(self._loaded(), plan)
 
     def release(self, rows: Sequence[int]) -> None:
         """Forget rows that ended."""
@@ -154,26 +145,6 @@ class TorchBackend:
         if self._runner is None:
             raise RuntimeError("the backend is not loaded, or closed")
         return self._runner
-
-
-@dataclass(frozen=True, slots=True)
-class _Done:
-    """A step that was computed."""
-
-    outcome: StepResult
-
-    def result(self) -> StepResult:
-        return self.outcome
-
-
-@dataclass(frozen=True, slots=True)
-class _Failed:
-    """A step that raised."""
-
-    error: Exception
-
-    def result(self) -> StepResult:
-        raise self.error
 
 
 def choose_device(name: str) -> torch.device:

@@ -38,9 +38,7 @@ class Row:
     def _read_params(self, vocab_size: int) -> None:
         setup, params = self.setup, self.setup.params
         self.greedy = params.greedy
-        self.truncates = bool(
-            (params.top_k or 0) > 0 or (params.top_p or 1.0) < 1.0 or (params.min_p or 0.0) > 0.0
-        )
+        self.truncates = bool((params.top_k or 0) > 0 or (params.top_p or 1.0) < 1.0 or (params.min_p or 0.0) > 0.0)
         self.raw_logprobs = setup.logprobs != NO_LOGPROBS and params.logprobs_mode != "processed"
         self.processed_logprobs = setup.logprobs != NO_LOGPROBS and params.logprobs_mode == "processed"
         # Ids past the logits cannot be sampled, so masks and biases on them have nothing to act on.

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from slotline.backend import BackendInfo
+from slotline.backend import BackendInfo, StepHandle
 from slotline.plan import (
     FEEDBACK,
     NO_LOGPROBS,
@@ -22,8 +23,6 @@ from slotline.plan import (
     StepPlan,
     StepResult,
 )
-from slotline.plugins.torch_backend.attention import AttentionPlanner
-from slotline.plugins.torch_backend.decoder import Decoder
 from slotline.plugins.torch_backend.logprobs import merge, tabulate
 from slotline.plugins.torch_backend.processing import Processors
 from slotline.plugins.torch_backend.rows import Row
@@ -62,6 +61,25 @@ class _Outcome:
     prompt_logprobs: LogprobColumns | None = None
 
 
+class Forward(Protocol):
+    """What computes hidden states and logits."""
+
+    def hidden(
+        self, pool: Tensor, token_ids: Tensor, positions: Tensor, lengths: Tensor | None, attention: Any
+    ) -> Tensor:
+        """Return [T, C] for tokens [T]; ``attention`` is what the planner made for this step."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return [T, V] in float32."""
+
+
+class Planner(Protocol):
+    """What prepares attention."""
+
+    def plan(self, rows: Sequence[Row], start: LongArray, count: LongArray) -> Any:
+        """Return what ``Forward.hidden`` takes, for rows that compute ``count`` positions from ``start`` on."""
+
+
 class Runner:
     """Everything that a loaded backend holds."""
 
@@ -70,8 +88,8 @@ class Runner:
         *,
         info: BackendInfo,
         device: torch.device,
-        decoder: Decoder,
-        planner: AttentionPlanner,
+        decoder: Forward,
+        planner: Planner,
         pool: Tensor,
         sampler: Sampler,
         processors: Processors,
@@ -272,3 +290,33 @@ def _result(plan: StepPlan, outcome: _Outcome, seconds: float) -> StepResult:
         outcome.prompt_logprobs,
         device_ms=seconds * 1e3,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """A step that was computed."""
+
+    outcome: StepResult
+
+    def result(self) -> StepResult:
+        return self.outcome
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    """A step that raised."""
+
+    error: Exception
+
+    def result(self) -> StepResult:
+        raise self.error
+
+
+def run_step(runner: Runner, plan: StepPlan) -> StepHandle:
+    """Run a step now. What it raises comes out of the handle's ``result``."""
+    began = time.perf_counter()
+    try:
+        with torch.inference_mode():
+            return _Done(runner.run(plan, began))
+    except Exception as error:
+        return _Failed(error)

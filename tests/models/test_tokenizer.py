@@ -10,6 +10,7 @@ from slotline.errors import InvalidParameter, TokenizerError
 from slotline.plugins.models.tokenizer import ControlToken, FastTokenizer, SpecialTokens
 from slotline.plugins.models.tokenizer_gguf import tokenizer_from_gguf
 from slotline.plugins.models.tokenizer_hf import tokenizer_from_folder
+from slotline.text import Vocabulary
 
 spelt = st.lists(
     st.sampled_from(["<|im_end|>", "<|im_start|>", "<|im", "end|>", " ", "\n", "don't", "é", "🦙", "12", "  x"])
@@ -388,3 +389,16 @@ def test_white_space_around_control_tokens(folder, edit_json):
     edit_json(folder / "tokenizer_config.json", added_tokens_decoder=added)
     token = tokenizer_from_folder(folder).controls["<|a|>"]
     assert token == ControlToken(300, "<|a|>", special=True, lstrip=True, rstrip=True)
+
+
+def test_a_tokenizer_of_whole_words(tmp_path):
+    """One word an id, no decoder, as benchmarks make them: words stand apart."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(20)}, unk_token="t0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "t2", "unk_token": "t0"}')
+    tokenizer = tokenizer_from_folder(tmp_path)
+    assert tokenizer.encode("t5 t7 nonsense") == [5, 7, 0]
+    assert Vocabulary(tokenizer).decode([5, 7]) == " t5 t7"

@@ -1,0 +1,150 @@
+"""TritonBackend: the Backend protocol on Triton kernels and library products.
+
+Rows, sampling and logprobs are those of the torch backend; the forward pass is its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from slotline.backend import ALL_PARAMS, BackendInfo, Capabilities, StepHandle
+from slotline.config import EngineConfig
+from slotline.errors import ConfigError, ModelError
+from slotline.model import Model
+from slotline.plan import StepPlan
+from slotline.plugins.torch_backend.backend import GPU_BATCH_TOKENS
+from slotline.plugins.torch_backend.memory import CPU_SHARE, GPU_SHARE, cache_size, free_host_memory, longest_sequence
+from slotline.plugins.torch_backend.processing import Processors
+from slotline.plugins.torch_backend.sampler import Sampler
+from slotline.plugins.torch_backend.step import Runner, run_step
+from slotline.plugins.triton_backend.attention import PAGE, AttentionPlanner, Shape
+from slotline.plugins.triton_backend.decoder import Decoder
+from slotline.plugins.triton_backend.weights import load_weights
+
+if TYPE_CHECKING:
+    from slotline.plugins.models.checkpoint import Checkpoint
+    from slotline.plugins.processors import ProcessorFactory
+
+DTYPES = {"auto": torch.bfloat16, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class TritonBackend:
+    """Run a decoder on Triton kernels, on a CUDA GPU (or, interpreted, on a CPU).
+
+    Attributes:
+        processors: logits processors by name; the engine fills it in before ``load``.
+    """
+
+    def __init__(self) -> None:
+        self.processors: Mapping[str, ProcessorFactory] = {}
+        self._runner: Runner | None = None
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Say what this backend can do."""
+        return Capabilities(
+            logprobs=True,
+            max_logprobs=1024,
+            prompt_logprobs=True,
+            logprobs_modes=("raw", "processed"),
+            params=ALL_PARAMS,
+            processors=frozenset(self.processors),
+            kv_dtypes=("bfloat16", "float16", "float32"),
+            block_sizes=(PAGE,),
+            devices=("cuda",),
+        )
+
+    def load(self, config: EngineConfig, model: Model) -> BackendInfo:
+        """Load weights, allocate the KV cache, record the decode step for each batch size.
+
+        Raises:
+            ConfigError, ModelError: with one sentence that says what to do.
+        """
+        if model.checkpoint is None:
+            raise ModelError(f"{model.name} has no weights; choose a model with weights, or backend echo")
+        device = choose_device(config.device)
+        with torch.inference_mode():
+            self._runner = self._build(config, model, device, _choose_dtype(config, device))
+        return self._runner.info
+
+    def _build(self, config: EngineConfig, model: Model, device: torch.device, dtype: torch.dtype) -> Runner:
+        checkpoint: Checkpoint = model.checkpoint
+        decoder_config = checkpoint.config
+        longest = longest_sequence(config, model.context_length)
+        weights = load_weights(checkpoint, device=device, dtype=dtype, positions=longest)
+        size = cache_size(
+            config.with_options(block_size=PAGE),
+            max_model_len=longest,
+            bytes_per_token=decoder_config.kv_values_per_token * dtype.itemsize,
+            free=torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_memory(),
+            share=GPU_SHARE if device.type == "cuda" else CPU_SHARE,
+        )
+        heads, dim = decoder_config.num_kv_heads, decoder_config.head_dim
+        shape = (decoder_config.num_layers, 2, size.num_blocks, heads, PAGE, dim)
+        pool = torch.zeros(shape, dtype=dtype, device=device)
+        planner = AttentionPlanner(Shape.of(decoder_config), device, longest)
+        decoder = Decoder(decoder_config, weights, pool, planner)
+        if device.type == "cuda":
+            decoder.capture(config.max_slots, -(-longest // PAGE))
+        info = BackendInfo(
+            num_blocks=size.num_blocks,
+            block_size=PAGE,
+            bytes_per_block=size.bytes_per_block,
+            max_model_len=longest,
+            vocab_size=model.vocab_size,
+            memory_report={"weights": weights.nbytes, "kv_cache": size.nbytes},
+            batch_tokens=GPU_BATCH_TOKENS,
+        )
+        processors = Processors(self.processors, info)
+        return Runner(
+            info=info,
+            device=device,
+            decoder=decoder,
+            planner=planner,
+            pool=pool,
+            sampler=Sampler(processors),
+            processors=processors,
+        )
+
+    def launch(self, plan: StepPlan) -> StepHandle:
+        """Run a step. What it raises comes out of the handle's ``result``."""
+        return run_step(self._loaded(), plan)
+
+    def release(self, rows: Sequence[int]) -> None:
+        """Forget rows that ended."""
+        self._loaded().release(rows)
+
+    def close(self) -> None:
+        """Free weights, KV cache and graphs; idempotent."""
+        self._runner = None
+
+    def _loaded(self) -> Runner:
+        if self._runner is None:
+            raise RuntimeError("the backend is not loaded, or closed")
+        return self._runner
+
+
+def choose_device(name: str) -> torch.device:
+    """Return the device that a config names; auto is CUDA, or the CPU where Triton is interpreted.
+
+    Raises:
+        ConfigError: it is no CUDA GPU that is there.
+    """
+    if not torch.cuda.is_available():  # Triton is interpreted, or the backend would not have been chosen
+        return torch.device("cpu")
+    try:
+        device = torch.device("cuda" if name == "auto" else name)
+    except RuntimeError:
+        device = torch.device("cpu")
+    if device.type != "cuda" or (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device is {name!r}; allowed with backend triton: auto, cuda or cuda:N")
+    return device
+
+
+def _choose_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
+    if config.dtype == "auto" and device.type == "cpu":
+        return torch.float32  # interpreted products are wrong in bfloat16
+    return DTYPES[config.dtype]

@@ -1,0 +1,149 @@
+"""A checkpoint's tensors on the GPU, joined for the kernels: halves of a head rotate together, as in the file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from slotline.errors import CheckpointError, ModelError
+from slotline.kernels.rotate_and_store import HeadNorms
+from slotline.plugins.models.decoder import DecoderConfig
+from slotline.plugins.models.rope import rope_inv_freq
+
+if TYPE_CHECKING:
+    from slotline.plugins.models.checkpoint import Checkpoint
+
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A matrix product; bias may be None."""
+
+    weight: Tensor  # [out, in]
+    bias: Tensor | None  # [out]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return [T, out] for [T, in]."""
+        return functional.linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer; ``kind`` is its index among the description's ``layer_kinds``."""
+
+    kind: int
+    attn_norm: Tensor  # [C]
+    qkv: Linear  # [T, C] to [T, (Hq + 2 Hkv) D]
+    head_norms: HeadNorms | None
+    out: Linear  # [T, Hq D] to [T, C]
+    attn_post_norm: Tensor | None  # [C]
+    mlp_norm: Tensor  # [C]
+    gate_up: Linear  # [T, C] to [T, 2 I]
+    down: Linear  # [T, I] to [T, C]
+    mlp_post_norm: Tensor | None  # [C]
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Everything the decoder computes with.
+
+    Attributes:
+        angles: for each kind of layer [positions, D] float32, cosines, then sines.
+        activation: of the gate, as the kernel names it.
+        nbytes: of all of it.
+    """
+
+    embed: Tensor  # [V, C]
+    layers: tuple[Layer, ...]
+    final_norm: Tensor  # [C]
+    head: Tensor  # [V, C]
+    angles: tuple[Tensor, ...]
+    activation: str
+    nbytes: int
+
+
+def load_weights(checkpoint: Checkpoint, *, device: torch.device, dtype: torch.dtype, positions: int) -> Weights:
+    """Read a checkpoint into memory of the device.
+
+    Raises:
+        CheckpointError: a tensor is damaged.
+        ModelError: the model needs something that this backend does not have yet.
+    """
+    config = checkpoint.config
+    _check(config)
+    reader = _Reader(checkpoint, device, dtype)
+    embed = reader.tensor("embed")
+    return Weights(
+        embed=embed,
+        layers=tuple(_layer(reader, i, config) for i in range(config.num_layers)),
+        final_norm=reader.tensor("final_norm"),
+        head=embed if config.tie_embeddings else reader.tensor("lm_head"),
+        angles=tuple(_angles(config, kind, positions, device) for kind in range(len(config.layer_kinds))),
+        activation=ACTIVATIONS[config.hidden_act],
+        nbytes=reader.nbytes,
+    )
+
+
+def _check(config: DecoderConfig) -> None:
+    if config.hidden_act not in ACTIVATIONS:
+        known = ", ".join(sorted(ACTIVATIONS))
+        raise CheckpointError(f"hidden_act is {config.hidden_act!r}; backend triton knows {known}; use backend torch")
+    if config.rotary_dim not in (None, config.head_dim):
+        raise ModelError("the model turns a part of each head only, which backend triton has not; use backend torch")
+    if any(kind.rope.dynamic_from for kind in config.layer_kinds):
+        raise ModelError("the model scales its rotation by length, which backend triton has not; use backend torch")
+
+
+def _angles(config: DecoderConfig, kind: int, positions: int, device: torch.device) -> Tensor:
+    rope = config.layer_kinds[kind].rope
+    turn = torch.outer(torch.arange(positions, dtype=torch.float32), rope_inv_freq(rope))  # [positions, D / 2]
+    return (torch.cat([turn.cos(), turn.sin()], -1) * rope.magnitude).to(device)
+
+
+class _Reader:
+    """Read tensors one at a time, move them to the device, and count their bytes."""
+
+    def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
+        self._checkpoint = checkpoint
+        self._device = device
+        self._dtype = dtype
+        self.nbytes = 0
+
+    def tensor(self, *names: str) -> Tensor:
+        """Return the named tensors joined by their first dimension."""
+        parts = [self._checkpoint.tensor(name).to(self._device, self._dtype) for name in names]
+        joined = parts[0] if len(parts) == 1 else torch.cat(parts)
+        self.nbytes += joined.nbytes
+        return joined.contiguous()
+
+    def linear(self, prefix: str, parts: str, *, biased: bool) -> Linear:
+        names = [prefix + part for part in parts.split()]
+        return Linear(self.tensor(*names), self.tensor(*(f"{n}_bias" for n in names)) if biased else None)
+
+
+def _layer(reader: _Reader, index: int, config: DecoderConfig) -> Layer:
+    prefix = f"layers.{index}."
+
+    def post_norm(name: str) -> Tensor | None:
+        return reader.tensor(prefix + name) if config.post_norms else None
+
+    norms = None
+    if config.qk_norm:
+        norms = HeadNorms(reader.tensor(f"{prefix}q_norm"), reader.tensor(f"{prefix}k_norm"), config.rms_eps)
+    return Layer(
+        kind=config.kind_of(index),
+        attn_norm=reader.tensor(f"{prefix}attn_norm"),
+        qkv=reader.linear(prefix, "q k v", biased=config.attention_bias),
+        head_norms=norms,
+        out=reader.linear(prefix, "o", biased=config.output_bias),
+        attn_post_norm=post_norm("attn_post_norm"),
+        mlp_norm=reader.tensor(f"{prefix}mlp_norm"),
+        gate_up=reader.linear(prefix, "gate up", biased=config.mlp_bias),
+        down=reader.linear(prefix, "down", biased=config.mlp_bias),
+        mlp_post_norm=post_norm("mlp_post_norm"),
+    )

@@ -1,0 +1,107 @@
+"""The triton backend in an engine: interpreted on a CPU in a process of its own, compiled on a GPU.
+
+``test_interpreted`` starts this file again with TRITON_INTERPRET=1, which Triton reads when it is imported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import slotline
+from slotline import SamplingParams
+from slotline.errors import ConfigError, ModelError
+from slotline.testing import BackendConformance, write_tiny_llama
+
+pytest_plugins = ["slotline.testing"]
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+TEXT = "the quick ox and the dog saw the quick dog "
+compiled = pytest.mark.gpu
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_interpreted starts")
+
+# One small model for each thing that a decoder may have.
+MODELS = {
+    "grouped": {},
+    "multi-query, wide heads": {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 128},
+    "window": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 24},
+}
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is that process")
+@pytest.mark.timeout(400)
+def test_interpreted() -> None:
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONSAFEPATH": "1"}
+    command = [sys.executable, "-m", "pytest", __file__, "-q", "-p", "no:cacheprovider", "-m", "not gpu"]
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed and int(passed[1]) >= 5, done.stdout[-500:]
+
+
+async def answers(folder: Path, backend: str, texts: list[str], params: SamplingParams, **options: Any) -> Any:
+    """Ask all texts at once; return completions and statistics."""
+    common = {"max_slots": 3, "kv_cache_tokens": 512, "max_batch_tokens": 40, "dtype": "float32"}
+    async with slotline.Engine.open(str(folder), backend=backend, **(common | options)) as engine:
+        done = await asyncio.gather(*(engine.generate(text, params) for text in texts))
+        engine.check_integrity()
+        return done, engine.stats()
+
+
+def compare(ours: Any, expected: Any) -> None:
+    for a, b in zip(ours, expected, strict=True):
+        assert a.token_ids == b.token_ids
+        for x, y in ((a.logprobs, b.logprobs), (a.prompt_logprobs, b.prompt_logprobs)):
+            for mine, theirs in zip(x, y, strict=True):
+                assert mine == (None if theirs is None else pytest.approx(theirs, abs=1e-4))
+
+
+@interpreted
+@pytest.mark.parametrize("model", MODELS)
+async def test_it_answers_like_the_torch_backend(model: str, tmp_path: Path) -> None:
+    folder = write_tiny_llama(tmp_path, **MODELS[model])
+    texts = [TEXT[: 3 + 9 * i] * (1 + i // 2) for i in range(4)]
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+    expected, _ = await answers(folder, "torch", texts, params, device="cpu")
+    ours, _ = await answers(folder, "triton", texts, params)
+    compare(ours, expected)
+
+
+@interpreted
+async def test_draws_and_cached_prefixes(tiny_llama: Path) -> None:
+    texts = [TEXT * 4, TEXT * 4 + "ox", "dog", TEXT * 4]
+    params = SamplingParams(temperature=1.2, seed=5, top_k=20, max_tokens=12, ignore_eos=True)
+    expected, _ = await answers(tiny_llama, "torch", texts, params, device="cpu")
+    ours, stats = await answers(tiny_llama, "triton", texts, params)
+    assert [a.token_ids for a in ours] == [b.token_ids for b in expected]
+    assert stats.prefix_hits > 0
+
+
+@interpreted
+async def test_what_it_cannot_do_is_refused(tiny_llama: Path, tmp_path: Path) -> None:
+    partial = write_tiny_llama(
+        tmp_path, architectures=["LlamaForCausalLM"], rope_scaling={"rope_type": "dynamic", "factor": 2.0}
+    )
+    params = SamplingParams(max_tokens=1)
+    with pytest.raises(ModelError, match="use backend torch"):
+        await answers(partial, "triton", ["x"], params)
+    for options, text in (({"block_size": 16}, "block_size is 16"), ({"deterministic": True}, "deterministic")):
+        with pytest.raises(ConfigError, match=text):
+            await answers(tiny_llama, "triton", ["x"], params, **options)
+
+
+@compiled
+class TestTriton(BackendConformance, backend="triton", dtype="float32"):
+    """All that slotline expects of a backend, on a GPU."""
+
+    @pytest.fixture
+    def model(self, tiny_llama: Path) -> str:
+        return str(tiny_llama)
