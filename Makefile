@@ -3,7 +3,7 @@
 #   PYTHON=python3.12       the interpreter that makes the virtual environment (3.11 or later)
 #   VENV=DIR                where that environment lives
 #   TORCH_INDEX=URL         take torch from this package index, e.g. a CPU build for a machine without a GPU
-#   ARGS="..."              further arguments for chat, serve, test, test-long, bench-logprobs
+#   ARGS="..."              further arguments for chat, serve, test, test-long, bench, bench-logprobs
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -77,9 +77,9 @@ format: setup ## let ruff fix and format
 	@$(PY) -m ruff check --fix .
 	@$(PY) -m ruff format .
 
-bench: setup ## measure the microkernel alone, then the CPU engine beside transformers
+bench: setup ## measure the microkernel alone, then the CPU engine beside transformers (and llama.cpp, by an option)
 	@$(BENCH) benchmarks/bench_microkernel.py
-	@$(BENCH) benchmarks/bench_cpu.py
+	@$(BENCH) benchmarks/bench_cpu.py $(ARGS)
 
 bench-logprobs: setup ## measure what logprobs cost, on a GPU where there is one
 	@$(BENCH) benchmarks/bench_logprobs.py $(ARGS)
