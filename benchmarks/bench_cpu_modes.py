@@ -6,7 +6,7 @@ llama-cpp-python. Loads: one request alone; 8 at once with equal lengths of prom
 ones, where only tokens that were asked for count; 32 at once with equal ones. Each engine runs with 1 and with 2
 threads, each in a process of its own, in turn, several times; the best thread count of each is what is compared.
 
-    python benchmarks/bench_cpu_modes.py [--repeats 5] [--tokens 24] [--loads alone equal8] [--llama-python PATH] [--out DIR]
+    python benchmarks/bench_cpu_modes.py [--repeats 5] [--tokens 24] [--loads alone equal8] [--llama-python PATH]
 """
 
 from __future__ import annotations
