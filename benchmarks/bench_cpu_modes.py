@@ -6,7 +6,8 @@ llama-cpp-python. Loads: one request alone; 8 at once with equal lengths of prom
 ones, where only tokens that were asked for count; 32 at once with equal ones. Each engine runs with 1 and with 2
 threads, each in a process of its own, in turn, several times; the best thread count of each is what is compared.
 
-    python benchmarks/bench_cpu_modes.py [--repeats 5] [--tokens 24] [--loads alone equal8] [--llama-python PATH]
+    python benchmarks/bench_cpu_modes.py [--repeats 5] [--tokens 24] [--loads alone equal8] [--engines int8]
+        [--threads 1] [--llama-python PATH] [--out DIR]
 """
 
 from __future__ import annotations
@@ -66,12 +67,12 @@ def loads(ids: list[int], tokens: int) -> dict[str, Load]:
 def start(options: argparse.Namespace, stack: ExitStack) -> dict[tuple[str, int], Peer]:
     """Start every engine with every thread count, one after the other."""
     peers = {}
-    for engine in ENGINES:
-        for threads in THREADS:
+    for engine in dict.fromkeys((*options.engines, "transformers")):
+        for threads in options.threads:
             command = [sys.executable, str(HERE / "cpu_worker.py"), engine, str(threads)]
             peers[engine, threads] = stack.enter_context(Peer(command))
     if options.llama_python is not None:
-        for threads in THREADS:
+        for threads in options.threads:
             command = [options.llama_python, str(HERE / "peer_llama.py"), str(default_file()), str(threads)]
             peers["llama.cpp", threads] = stack.enter_context(Peer(command))
     return peers
@@ -97,7 +98,7 @@ def turns(name: str, load: Load, peers: dict[tuple[str, int], Peer], repeats: in
         for key, peer in peers.items():
             spent, answers[key] = peer.answer(load.prompts, load.tokens)
             seconds[key].append(spent)
-    expected, wanted = answers["transformers", 1], sum(load.tokens)
+    expected, wanted = answers[next(key for key in answers if key[0] == "transformers")], sum(load.tokens)
     print(f"{name}: done", flush=True)
     return [
         {
@@ -143,6 +144,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=LOADS)
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES, help="transformers runs in any case")
+    parser.add_argument("--threads", nargs="+", type=int, default=THREADS)
     parser.add_argument("--llama-python", help="an interpreter with llama-cpp-python")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
