@@ -6,6 +6,7 @@ of text between two byte strings. Only events that carry more go through a dict.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -43,7 +44,7 @@ def usage_body(usage: Usage) -> dict[str, Any]:
     }
 
 
-class _Base:
+class _Base(ABC):
     """What both surfaces share: identity, choice numbers, warnings, the frame of an event."""
 
     kind = ""  # "object" of a whole answer
@@ -96,11 +97,13 @@ class _Base:
             chunk["warnings"], self._unsent = self._unsent, []
         return b"data: " + to_json(chunk) + b"\n\n"
 
+    @abstractmethod
     def _whole_choice(self, choice: Completion, prompt_index: int, index: int) -> dict[str, Any]:
-        raise NotImplementedError
+        """Shape one choice."""
 
+    @abstractmethod
     def _piece_choice(self, output: Output, index: int, first: bool) -> dict[str, Any]:
-        raise NotImplementedError
+        """Shape one choice."""
 
 
 class ChatAnswer(_Base):

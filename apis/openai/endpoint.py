@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar, cast
 
@@ -40,7 +41,7 @@ Body = TypeVar("Body", bound=GenerationBody)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
-class Generation(Generic[Body]):
+class Generation(ABC, Generic[Body]):
     """POST a body, get generated text. Subclasses say which body, and how the answer looks."""
 
     body: type[Body]
@@ -70,13 +71,13 @@ class Generation(Generic[Body]):
         exchange = _Exchange(self, self._service, engine, job, own_id, request_id, _client(scope))
         await exchange.run(receive, send)
 
+    @abstractmethod
     def to_job(self, body: Body, cap: int) -> Job:
         """Translate a body; ``cap`` is the most logprobs it may ask for."""
-        raise NotImplementedError
 
+    @abstractmethod
     def to_answer(self, job: Job, engine: Engine, handle: RequestHandle, answer_id: str) -> Answer:
         """Build what shapes the answer."""
-        raise NotImplementedError
 
     def _job(self, data: bytes, cap: int) -> Job:
         body = parse(self.body, data)

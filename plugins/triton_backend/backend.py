@@ -5,42 +5,31 @@ Rows, sampling and logprobs are those of the torch backend; the forward pass is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from slotline.backend import ALL_PARAMS, BackendInfo, Capabilities, StepHandle
+from slotline.backend import ALL_PARAMS, BackendInfo, Capabilities
 from slotline.config import EngineConfig
 from slotline.errors import ConfigError, ModelError
 from slotline.model import Model
-from slotline.plan import StepPlan
 from slotline.plugins.torch_backend.backend import GPU_BATCH_TOKENS
 from slotline.plugins.torch_backend.memory import CPU_SHARE, GPU_SHARE, cache_size, free_host_memory, longest_sequence
 from slotline.plugins.torch_backend.processing import Processors
 from slotline.plugins.torch_backend.sampler import Sampler
-from slotline.plugins.torch_backend.step import Runner, run_step
+from slotline.plugins.torch_backend.step import Runner, RunnerBackend
 from slotline.plugins.triton_backend.attention import PAGE, AttentionPlanner, Shape
 from slotline.plugins.triton_backend.decoder import Decoder
 from slotline.plugins.triton_backend.weights import load_weights
 
 if TYPE_CHECKING:
     from slotline.plugins.models.checkpoint import Checkpoint
-    from slotline.plugins.processors import ProcessorFactory
 
 DTYPES = {"auto": torch.bfloat16, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class TritonBackend:
-    """Run a decoder on Triton kernels, on a CUDA GPU (or, interpreted, on a CPU).
-
-    Attributes:
-        processors: logits processors by name; the engine fills it in before ``load``.
-    """
-
-    def __init__(self) -> None:
-        self.processors: Mapping[str, ProcessorFactory] = {}
-        self._runner: Runner | None = None
+class TritonBackend(RunnerBackend):
+    """Run a decoder on Triton kernels, on a CUDA GPU (or, interpreted, on a CPU)."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -108,23 +97,6 @@ class TritonBackend:
             sampler=Sampler(processors),
             processors=processors,
         )
-
-    def launch(self, plan: StepPlan) -> StepHandle:
-        """Run a step. What it raises comes out of the handle's ``result``."""
-        return run_step(self._loaded(), plan)
-
-    def release(self, rows: Sequence[int]) -> None:
-        """Forget rows that ended."""
-        self._loaded().release(rows)
-
-    def close(self) -> None:
-        """Free weights, KV cache and graphs; idempotent."""
-        self._runner = None
-
-    def _loaded(self) -> Runner:
-        if self._runner is None:
-            raise RuntimeError("the backend is not loaded, or closed")
-        return self._runner
 
 
 def choose_device(name: str) -> torch.device:
