@@ -1,37 +1,49 @@
-"""The torch backend on a CPU beside transformers' `generate`: SmolLM2-135M, the same float32 weights, greedy.
+"""The torch backend on a CPU beside its peers: SmolLM2-135M, greedy, the same prompts in one run.
 
-Three loads: one request alone; 8 at once with equal prompts' and answers' lengths; 8 at once with mixed ones, where
-only tokens that were asked for count. Each engine runs with 1 and with 2 threads, all of them in turn, several times;
-the best thread count of each is what is compared.
+Engines: slotline in float32, int8 and int4; transformers' `generate` with the same weights in float32, one padded
+batch; llama.cpp with the 4-bit file that the weights come from, if `--llama-python` names an interpreter that has
+llama-cpp-python. Loads: one request alone; 8 at once with equal lengths of prompts and answers; 8 at once with mixed
+ones, where only tokens that were asked for count; 32 at once with equal ones. Each engine runs with 1 and with 2
+threads, each in a process of its own, in turn, several times; the best thread count of each is what is compared.
 
-    python benchmarks/bench_cpu.py [--repeats 5] [--tokens 64] [--out benchmarks/results]
+Left alone, it takes float32 and int8 beside transformers and leaves out 32 at once: about four minutes on two cores.
+
+    python benchmarks/bench_cpu.py [--repeats 5] [--tokens 32] [--loads alone equal8 mixed8 equal32]
+        [--engines fp32 int8 int4] [--threads 1 2] [--llama-python PATH] [--out DIR]
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import statistics
-import time
-from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+import sys
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
+from peer import HERE, Peer, default_file
 from record import RESULTS, keep
-from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.utils import logging as transformers_logging
 
-import slotline
+from slotline import EngineConfig
+from slotline.manager import PluginManager
 
 TEXT = (
     "The tram climbs from the harbour past the old customs house, stops at the market where the fish is sold before "
     "sunrise, and ends at the reservoir. On Sundays the conductor rings the bell twice, once for the school and once "
     "for the baker, who left the town in the year of the flood and never came back. "
 ) * 8
-GOALS = {"alone": 1.2, "equal8": 1.5, "mixed8": 1.5}  # times transformers' tokens per second
+ENGINES = ("fp32", "int8", "int4", "transformers")
+LOADS = ("alone", "equal8", "mixed8", "equal32")
+THREADS = (1, 2)
+# Times transformers' tokens per second.
+GOALS = {
+    ("alone", "fp32"): 1.2,
+    ("equal8", "fp32"): 1.1,
+    ("mixed8", "fp32"): 1.5,
+    ("alone", "int8"): 2.7,
+    ("equal8", "int8"): 2.5,
+}
 
 
 @dataclass(frozen=True)
@@ -43,118 +55,65 @@ class Load:
 
 
 def loads(ids: list[int], tokens: int) -> dict[str, Load]:
-    """Return the three loads."""
+    """Return all loads."""
     lengths = [8, 16, 24, 48, 64, 96, 128, 192]
     wanted = [tokens * part // 8 for part in (2, 3, 5, 6, 9, 10, 13, 16)]
     return {
         "alone": Load([ids[:32]], [tokens]),
         "equal8": Load([ids[i : i + 32] for i in range(8)], [tokens] * 8),
         "mixed8": Load([ids[i : i + n] for i, n in enumerate(lengths)], wanted[::-1]),
+        "equal32": Load([ids[i : i + 32] for i in range(32)], [tokens] * 32),
     }
 
 
-def as_transformers(model: slotline.model.Model) -> LlamaForCausalLM:
-    """Return the weights as a transformers model."""
-    c = model.checkpoint.config
-    config = LlamaConfig(
-        vocab_size=c.vocab_size,
-        hidden_size=c.hidden_size,
-        intermediate_size=c.intermediate_size,
-        num_hidden_layers=c.num_layers,
-        num_attention_heads=c.num_heads,
-        num_key_value_heads=c.num_kv_heads,
-        head_dim=c.head_dim,
-        max_position_embeddings=c.context_length,
-        rms_norm_eps=c.rms_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
-        tie_word_embeddings=c.tie_embeddings,
-    )
-    names = {"embed": "embed_tokens", "final_norm": "norm", "attn_norm": "input_layernorm"}
-    names |= {"mlp_norm": "post_attention_layernorm"} | {n: f"self_attn.{n}_proj" for n in "qkvo"}
-    names |= {n: f"mlp.{n}_proj" for n in ("gate", "up", "down")}
-    state = {}
-    for name in model.checkpoint.names():
-        *prefix, part = name.split(".")
-        state[".".join(["model", *prefix, names[part], "weight"])] = model.checkpoint.tensor(name)
-    state["lm_head.weight"] = state["model.embed_tokens.weight"]
-    hf = LlamaForCausalLM(config).eval()
-    hf.load_state_dict(state)
-    hf.generation_config.eos_token_id = None  # every run has the same length
-    hf.generation_config.pad_token_id = 0
-    return hf
+def start(options: argparse.Namespace, stack: ExitStack) -> dict[tuple[str, int], Peer]:
+    """Start every engine with every thread count, one after the other."""
+    peers = {}
+    for engine in dict.fromkeys((*options.engines, "transformers")):
+        for threads in options.threads:
+            command = [sys.executable, str(HERE / "cpu_worker.py"), engine, str(threads)]
+            peers[engine, threads] = stack.enter_context(Peer(command))
+    if options.llama_python is not None:
+        for threads in options.threads:
+            command = [options.llama_python, str(HERE / "peer_llama.py"), str(default_file()), str(threads)]
+            peers["llama.cpp", threads] = stack.enter_context(Peer(command))
+    return peers
 
 
-def run_transformers(hf: LlamaForCausalLM, load: Load) -> tuple[float, list[list[int]]]:
-    """Return seconds and answers of one batch, padded on the left."""
-    longest = max(map(len, load.prompts))
-    ids = torch.zeros(len(load.prompts), longest, dtype=torch.long)
-    seen = torch.zeros_like(ids)
-    for i, prompt in enumerate(load.prompts):
-        ids[i, longest - len(prompt) :] = torch.tensor(prompt)
-        seen[i, longest - len(prompt) :] = 1
-    began = time.perf_counter()
-    with torch.inference_mode():
-        out = hf.generate(ids, attention_mask=seen, max_new_tokens=max(load.tokens), do_sample=False)
-    spent = time.perf_counter() - began
-    return spent, [out[i, longest : longest + n].tolist() for i, n in enumerate(load.tokens)]
-
-
-async def run_slotline(engine: slotline.Engine, load: Load) -> tuple[float, list[list[int]]]:
-    """Return seconds and answers of requests sent at once."""
-    params = [slotline.SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in load.tokens]
-    began = time.perf_counter()
-    done = await asyncio.gather(*(engine.generate(p, q) for p, q in zip(load.prompts, params, strict=True)))
-    return time.perf_counter() - began, [list(d.token_ids) for d in done]
-
-
-async def measure(repeats: int, tokens: int) -> list[dict[str, object]]:
+def measure(options: argparse.Namespace) -> list[dict]:
     """Run everything in turn and return one row per load, engine and thread count."""
-    async with AsyncExitStack() as stack:
-        runners: dict[tuple[str, int], Callable[[Load], Awaitable[tuple[float, list[list[int]]]]]] = {}
-        for threads in (1, 2):
-            options = {"backend": "torch", "device": "cpu", "dtype": "float32", "threads": threads}
-            engine = await stack.enter_async_context(
-                # Without the prefix cache, which would answer every repetition's prompt for nothing.
-                slotline.Engine.open(**options, max_slots=8, kv_cache_tokens=8192, prefix_caching=False)
-            )
-            runners["slotline", threads] = lambda load, engine=engine: run_slotline(engine, load)
-        hf = as_transformers(engine.model)
-        for threads in (1, 2):
-
-            async def generate(load: Load, threads: int = threads) -> tuple[float, list[list[int]]]:
-                torch.set_num_threads(threads)
-                return run_transformers(hf, load)
-
-            runners["transformers", threads] = generate
-        return [
-            row
-            for name, load in loads(engine.encode(TEXT), tokens).items()
-            for row in await turns(name, load, runners, repeats)
-        ]
+    manager = PluginManager("")
+    model = manager.hook.slotline_open_model(config=EngineConfig(), manager=manager)
+    every = loads(model.tokenizer.encode(TEXT), options.tokens)
+    with ExitStack() as stack:
+        peers = start(options, stack)
+        for peer in peers.values():  # the first run of each is slow
+            peer.answer(every["alone"].prompts, [4])
+        return [row for name in options.loads for row in turns(name, every[name], peers, options.repeats)]
 
 
-async def turns(name: str, load: Load, runners: dict, repeats: int) -> list[dict[str, object]]:
-    """Time one load with every runner, the runners taking turns."""
-    seconds: dict[tuple[str, int], list[float]] = {key: [] for key in runners}
-    answers = {}
-    for repeat in range(repeats + 1):
-        for key, run in runners.items():
-            spent, answers[key] = await run(load)
-            if repeat:  # the first one warms up
-                seconds[key].append(spent)
-    agree = sum(a == b for a, b in zip(answers["slotline", 1], answers["transformers", 1], strict=True))
-    print(f"{name}: {agree} of {len(load.prompts)} answers are the same tokens", flush=True)
-    wanted = sum(load.tokens)
+def turns(name: str, load: Load, peers: dict[tuple[str, int], Peer], repeats: int) -> list[dict]:
+    """Time one load with every engine, the engines taking turns."""
+    seconds: dict[tuple[str, int], list[float]] = {key: [] for key in peers}
+    answers: dict[tuple[str, int], list[list[int]]] = {}
+    for _ in range(repeats):
+        for key, peer in peers.items():
+            spent, answers[key] = peer.answer(load.prompts, load.tokens)
+            seconds[key].append(spent)
+    expected, wanted = answers[next(key for key in answers if key[0] == "transformers")], sum(load.tokens)
+    print(f"{name}: done", flush=True)
     return [
         {
             "bench": "cpu",
             "load": name,
             "engine": engine,
+            "version": peers[engine, threads].version,
             "threads": threads,
             "tokens": wanted,
             "tok_s": round(wanted / statistics.median(runs), 1),
             "runs_s": [round(run, 3) for run in runs],
-            "same_answers": agree,
+            "answers": len(expected),
+            "same_answers": sum(a == b for a, b in zip(answers[engine, threads], expected, strict=True)),
         }
         for (engine, threads), runs in seconds.items()
     ]
@@ -166,12 +125,17 @@ def best(rows: list[dict], load: str, engine: str) -> dict:
 
 
 def report(rows: list[dict]) -> None:
-    """Print the table and one JSON line per row."""
-    print(f"\n{'load':8} {'slotline tok/s':>20} {'transformers tok/s':>20} {'ratio':>7} {'goal':>6}")
-    for load, goal in GOALS.items():
-        ours, theirs = best(rows, load, "slotline"), best(rows, load, "transformers")
-        cells = [f"{r['tok_s']} ({r['threads']} thr)" for r in (ours, theirs)]
-        print(f"{load:8} {cells[0]:>20} {cells[1]:>20} {ours['tok_s'] / theirs['tok_s']:>7.2f} {goal:>6}")
+    """Print a table of the better thread counts, and one JSON line per row."""
+    engines = list(dict.fromkeys(row["engine"] for row in rows))
+    heads = ("tok/s", "threads", "x transformers", "goal", "same answers")
+    print("\n{:8} {:13} {:>7} {:>7} {:>15} {:>5} {:>13}".format("load", "engine", *heads))
+    for load in dict.fromkeys(row["load"] for row in rows):
+        theirs = best(rows, load, "transformers")["tok_s"]
+        for engine in engines:
+            row = best(rows, load, engine)
+            goal, same = GOALS.get((load, engine), ""), f"{row['same_answers']} of {row['answers']}"
+            ratio = f"{row['tok_s'] / theirs:.2f}"
+            print(f"{load:8} {engine:13} {row['tok_s']:>7} {row['threads']:>7} {ratio:>15} {goal:>5} {same:>13}")
     for row in rows:
         print("ROW " + json.dumps(row))
 
@@ -180,11 +144,14 @@ def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--loads", nargs="+", choices=LOADS, default=LOADS[:3])
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES[:2], help="transformers runs in any case")
+    parser.add_argument("--threads", nargs="+", type=int, default=THREADS)
+    parser.add_argument("--llama-python", help="an interpreter with llama-cpp-python")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    transformers_logging.set_verbosity_error()
-    rows = asyncio.run(measure(options.repeats, options.tokens))
+    rows = measure(options)
     report(rows)
     keep(rows, "cpu", options.out)
 

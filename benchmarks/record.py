@@ -22,7 +22,7 @@ def keep(rows: Sequence[dict], name: str, folder: Path = RESULTS) -> Path:
     commit = _git("rev-parse", "--short", "HEAD") or "unknown"
     now = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
     record = {
-        "command": " ".join(["python", os.path.relpath(sys.argv[0], REPO), *sys.argv[1:]]),
+        "command": " ".join(["python", os.path.relpath(sys.argv[0], REPO), *map(_without_place, sys.argv[1:])]),
         "utc": now,
         "commit": commit,
         "modified_files": [line[3:] for line in _git("status", "--porcelain").splitlines()],
@@ -46,6 +46,11 @@ def machine() -> dict[str, object]:
         if torch.cuda.is_available():
             found["gpu"] = torch.cuda.get_device_name()
     return found
+
+
+def _without_place(argument: str) -> str:
+    """Return an argument as it is worth keeping: of an absolute path, the name."""
+    return Path(argument).name if argument.startswith("/") else argument
 
 
 def _cpu_name() -> str:
