@@ -64,14 +64,14 @@ class Processors:
             if row.setup.row in self._users.get(name, ()):
                 self._observe(name, row.setup.row, [token])
 
-    def apply(self, logits: Tensor, rows: Sequence[Row]) -> None:
-        """Let each processor change the logits [R, V] of the rows that selected it."""
+    def apply(self, logits: Tensor, rows: Sequence[tuple[int, Row]]) -> None:
+        """Let each processor change the logits [R, V] of the rows, given with their lines, that selected it."""
         for name, users in self._users.items():
-            lines = [i for i, row in enumerate(rows) if row.setup.row in users]
-            if not lines:
+            chosen = [(i, row.setup.row) for i, row in rows if row.setup.row in users]
+            if not chosen:
                 continue
-            slots = np.array([rows[i].setup.row for i in lines], np.int32)
-            if len(lines) == len(rows):
+            lines, slots = [i for i, _ in chosen], np.array([slot for _, slot in chosen], np.int32)
+            if lines == list(range(len(logits))):
                 self._ops[name].apply(logits, slots)
             else:
                 part = logits[lines]

@@ -52,14 +52,7 @@ class Row:
         self.bias = np.fromiter(bias.values(), np.float32, len(bias))
         self.seen = SeenTokens(setup) if _penalised(setup) else None
         self.processors = tuple(params.extra)
-        self.special = bool(
-            setup.min_len > setup.prompt_len
-            or setup.bad_words
-            or self.allowed is not None
-            or bias
-            or self.seen is not None
-            or self.processors
-        )
+        self.special = changes_logits(setup)
 
     @property
     def tokens(self) -> LongArray:
@@ -148,6 +141,19 @@ class SeenTokens:
             self._ids[place] = token
             self._size += 1
         self._counts[place] += 1
+
+
+def changes_logits(setup: RowSetup) -> bool:
+    """Tell whether the logits of a request are changed before the temperature."""
+    params = setup.params
+    return bool(
+        setup.min_len > setup.prompt_len
+        or setup.bad_words
+        or params.allowed_token_ids is not None
+        or params.logit_bias
+        or _penalised(setup)
+        or params.extra
+    )
 
 
 def _penalised(setup: RowSetup) -> bool:

@@ -8,7 +8,7 @@ depend on the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from slotline.plan import LongArray, MaskHandle
+from slotline.plugins.torch_backend.adjusting import adjust, apply_masks
 from slotline.plugins.torch_backend.philox import uniforms
 from slotline.plugins.torch_backend.processing import Processors
 from slotline.plugins.torch_backend.ranking import keep_best, nucleus
@@ -65,8 +66,8 @@ class Sampler:
         changed = masks is not None or any(row.special for row in rows)
         finite = logits.amax(-1).isfinite() if changed else None  # a maximum passes NaN on, and infinity
         if masks is not None:
-            _apply_masks(logits, rows, masks)
-        self._adjust(logits, rows, positions)
+            apply_masks(logits, [row.setup.row for row in rows], masks)
+        adjust(logits, [(i, row) for i, row in enumerate(rows) if row.special], positions, self._processors)
         tokens, valid = _best(logits)
         if finite is not None:
             valid &= finite.cpu().numpy()
@@ -78,26 +79,6 @@ class Sampler:
         if shown.any():
             _truncate_some(logits, rows, np.flatnonzero(shown))
         return Sampled(tokens, valid, logits)
-
-    def _adjust(self, logits: Tensor, rows: Sequence[Row], positions: LongArray) -> None:
-        """Apply everything that comes before the temperature."""
-        special = [(i, row) for i, row in enumerate(rows) if row.special]
-        if not special:
-            return
-        for i, row in special:
-            if row.allowed is not None:
-                _keep_only(logits[i], row.allowed)
-        forbidden = [(i, row.forbidden(int(positions[i]))) for i, row in special]
-        place = _Places(forbidden, logits.device)
-        if place:
-            logits[place.lines, place.ids] = _DROPPED
-        biased = [(i, row) for i, row in special if len(row.bias_ids)]
-        place = _Places([(i, row.bias_ids) for i, row in biased], logits.device)
-        if place:
-            bias = np.concatenate([row.bias for _, row in biased])
-            logits[place.lines, place.ids] += torch.from_numpy(bias).to(logits.device)
-        _penalise(logits, special)
-        self._processors.apply(logits, rows)
 
     def _draw_some(
         self, logits: Tensor, rows: Sequence[Row], positions: LongArray, drawing: LongArray, tokens: LongArray
@@ -122,58 +103,6 @@ def _best(logits: Tensor) -> tuple[LongArray, npt.NDArray[np.bool_]]:
         return ids, np.isfinite(np.take_along_axis(values, ids[:, None], -1)[:, 0])
     peaks, best = logits.max(-1)
     return best.cpu().numpy(), peaks.isfinite().cpu().numpy()
-
-
-class _Places:
-    """Ids of several rows as one pair of index tensors."""
-
-    def __init__(self, parts: Sequence[tuple[int, LongArray]], device: torch.device) -> None:
-        sizes = np.array([len(ids) for _, ids in parts], np.int64)
-        lines = np.repeat(np.array([i for i, _ in parts], np.int64), sizes)
-        flat = np.concatenate([ids for _, ids in parts]) if parts else lines
-        self.lines = torch.from_numpy(lines).to(device)
-        self.ids = torch.from_numpy(flat).to(device)
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-
-def _keep_only(line: Tensor, ids: LongArray) -> None:
-    index = torch.from_numpy(ids).to(line.device)
-    kept = line[index]
-    line.fill_(_DROPPED)
-    line[index] = kept
-
-
-def _apply_masks(logits: Tensor, rows: Sequence[Row], masks: MaskHandle) -> None:
-    """Drop what a grammar rules out: bit i of word w stands for id 32 w + i."""
-    slots, packed = masks.wait()
-    line_of = {row.setup.row: i for i, row in enumerate(rows)}
-    vocab = logits.shape[-1]
-    for slot, words in zip(slots.tolist(), packed, strict=True):
-        if slot in line_of:
-            bits = np.unpackbits(words.astype("<u4").view(np.uint8), bitorder="little")[:vocab]
-            logits[line_of[slot]].masked_fill_(torch.from_numpy(bits == 0).to(logits.device), _DROPPED)
-
-
-def _penalise(logits: Tensor, special: Iterable[tuple[int, Row]]) -> None:
-    """Apply repetition, then frequency and presence penalties."""
-    seen = [(i, row.seen) for i, row in special if row.seen is not None]
-    place = _Places([(i, s.ids) for i, s in seen], logits.device)
-    if not place:
-        return
-    sizes = [len(s.ids) for _, s in seen]
-
-    def spread(values: list[float]) -> Tensor:
-        return torch.from_numpy(np.repeat(np.array(values, np.float32), sizes)).to(logits.device)
-
-    counts = torch.from_numpy(np.concatenate([s.counts for _, s in seen])).to(logits.device)
-    values = logits[place.lines, place.ids]
-    repetition = spread([s.repetition for _, s in seen])
-    values = torch.where(values > 0, values / repetition, values * repetition)
-    values -= spread([s.frequency for _, s in seen]) * counts
-    values -= spread([s.presence for _, s in seen]) * (counts > 0)
-    logits[place.lines, place.ids] = values
 
 
 def _truncate(scores: Tensor, rows: Sequence[Row]) -> None:
