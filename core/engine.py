@@ -187,11 +187,13 @@ class Engine:
             raise InvalidParameter.of("deadline", deadline, "seconds, more than 0")
         request_id = self._new_id(request_id)
         resolved = self._intake.resolve(params)
-        token_ids = await self._prompts.encode_all(prompts, chat_options or {})
+        token_ids, cut = self._intake.truncated(
+            await self._prompts.encode_all(prompts, chat_options or {}), resolved.params
+        )
         common = {"priority": priority, "client": client, "deadline": deadline, "cache_salt": cache_salt}
         sequences = self._intake.sequences(self._next_seq, token_ids, resolved, **common)
         self._next_seq += len(sequences)
-        handle = RequestHandle(request_id, resolved.params, token_ids, self.vocabulary, resolved.notices, client)
+        handle = RequestHandle(request_id, resolved.params, token_ids, self.vocabulary, resolved.notices + cut, client)
         handle.attach(sequences, self._abort_handle)
         self._processor.register(handle)
         self._handles[request_id] = handle
@@ -257,6 +259,19 @@ class Engine:
 
     async def chat_prompt(self, messages: Sequence[Message], **options: Any) -> list[int]:
         """Return the token ids of chat messages under the model's template.
+    async def tokenize(self, text: str, *, parse_special: bool = True, add_special: bool = True) -> list[int]:
+        """Return the token ids of a text; long ones are encoded off the event loop."""
+        return await self._prompts.encode_text(text, parse_special=parse_special, add_special=add_special)
+
+    async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of token ids; long ones are decoded off the event loop.
+
+        Raises:
+            InvalidParameter: an id is outside the vocabulary.
+        """
+        self._intake.check_ids("tokens", token_ids)
+        return await self._prompts.decode(self.vocabulary, token_ids, skip_special_tokens)
+
 
         Raises:
             ChatTemplateError: there is no template, or it refuses the messages.

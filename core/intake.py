@@ -141,6 +141,33 @@ class Intake:
 
     # --- prompts ----------------------------------------------------------------------
 
+    def check_ids(self, where: str, token_ids: Sequence[int]) -> None:
+        """Refuse ids outside the vocabulary.
+
+        Raises:
+            InvalidParameter: naming the first of them.
+        """
+        for token_id in token_ids:
+            if not 0 <= token_id < self.vocab_size:
+                raise InvalidParameter(
+                    f"the {where} has token id {token_id}; allowed: 0 to {self.vocab_size - 1} "
+                    f"(the vocabulary has {self.vocab_size})",
+                    param=where,
+                )
+
+    def truncated(self, prompts: Sequence[list[int]], params: SamplingParams) -> tuple[list[list[int]], list[Notice]]:
+        """Cut each prompt to its last ``truncate_prompt_tokens``, where the request allows that; tell if any was."""
+        most = params.truncate_prompt_tokens
+        if most is None:
+            return list(prompts), []
+        if most == -1:  # what fits beside the answer
+            most = max(self.longest - (1 if params.max_tokens is None else params.max_tokens), 1)
+        if all(len(token_ids) <= most for token_ids in prompts):
+            return list(prompts), []
+        message = f"the prompt was cut to its last {most} tokens, as truncate_prompt_tokens asks"
+        notice = Notice("prompt_truncated", "truncate_prompt_tokens", message)
+        return [token_ids[-most:] for token_ids in prompts], [notice]
+
     def check_prompt(self, token_ids: Sequence[int], params: SamplingParams) -> int:
         """Check one prompt and return its max_tokens.
 
@@ -161,13 +188,7 @@ class Intake:
                 "shorten it",
                 param="prompt",
             )
-        for token_id in token_ids:
-            if not 0 <= token_id < self.vocab_size:
-                raise InvalidParameter(
-                    f"the prompt has token id {token_id}; allowed: 0 to {self.vocab_size - 1} "
-                    f"(the vocabulary has {self.vocab_size})",
-                    param="prompt",
-                )
+        self.check_ids("prompt", token_ids)
         if wanted is not None and wanted > room:
             raise ContextLengthExceeded(
                 f"max_tokens is {wanted} and the prompt has {len(token_ids)} tokens; at most {self.longest} fit "

@@ -48,6 +48,8 @@ class SamplingParams:
         ignore_eos: go on past the model's end tokens.
         logprobs: number of alternatives per sampled token; 0 gives the sampled token alone.
         prompt_logprobs: the same for prompt positions.
+        truncate_prompt_tokens: keep only that many tokens of a longer prompt, its last ones; -1 keeps what
+            fits beside max_tokens. Never done unless asked for, and told in a warning.
         logprobs_mode: "raw" (of the model's own logits) or "processed" (after all of the above).
         constraint: structured-output constraint, for backends that have it.
         extra: options of samplers and logits processors from plugins, by plugin name.
@@ -78,6 +80,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logprobs_mode: str | None = None
+    truncate_prompt_tokens: int | None = None
     constraint: Any = None
     extra: Mapping[str, Any] = field(default_factory=dict)
 
@@ -135,6 +138,12 @@ def _integer(low: int, high: int | None = None, *, advice: str = "") -> Callable
         return int(value)
 
     return check
+
+
+def _truncation(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or (value < 1 and value != -1):
+        raise InvalidParameter.of(name, value, "an integer, at least 1, or -1 for what fits")
+    return value
 
 
 def _flag(name: str, value: Any) -> bool:
@@ -213,6 +222,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "logprobs": _integer(0, LOGPROBS_CEILING),
     "prompt_logprobs": _integer(0, LOGPROBS_CEILING),
     "logprobs_mode": _mode,
+    "truncate_prompt_tokens": _truncation,
     "extra": _mapping,
 }
 

@@ -10,6 +10,7 @@ import anyio.to_thread
 
 from slotline.errors import ChatTemplateError, InvalidParameter
 from slotline.model import Message, Model
+from slotline.text import Vocabulary
 
 T = TypeVar("T")
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -46,10 +47,22 @@ class PromptEncoder:
             )
         return await self._in_worker(lambda: chat.encode(messages, **options))
 
+    async def encode_text(self, text: str, *, parse_special: bool = True, add_special: bool = True) -> list[int]:
+        """Return the token ids of a text."""
+        encode = self._model.tokenizer.encode
+        if len(text) <= LONG_PROMPT:
+            return encode(text, parse_special=parse_special, add_special=add_special)
+        return await self._in_worker(lambda: encode(text, parse_special=parse_special, add_special=add_special))
+
+    async def decode(self, vocabulary: Vocabulary, token_ids: Sequence[int], skip_special: bool) -> str:
+        """Return the text of token ids."""
+        if len(token_ids) <= LONG_PROMPT:
+            return vocabulary.decode(token_ids, skip_special)
+        return await self._in_worker(lambda: vocabulary.decode(token_ids, skip_special))
+
     async def _encode(self, prompt: Prompt, chat_options: Mapping[str, Any]) -> list[int]:
         if isinstance(prompt, str):
-            encode = self._model.tokenizer.encode
-            return encode(prompt) if len(prompt) <= LONG_PROMPT else await self._in_worker(lambda: encode(prompt))
+            return await self.encode_text(prompt)
         items = list(prompt)
         if items and isinstance(items[0], Mapping):
             return await self.encode_chat(cast("list[Message]", items), chat_options)

@@ -10,9 +10,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from slotline.apis.openai.errors import to_json
+from slotline.apis.openai.errors import ApiError, to_json
 from slotline.apis.openai.jobs import Job
-from slotline.apis.openai.logprobs import CompletionLogprobs, chat_content, joined, prompt_logprobs
+from slotline.apis.openai.logprobs import CompletionLogprobs, chat_content, joined, mean_logprob, prompt_logprobs
+from slotline.apis.openai.streams import EVENT_STREAM_HEADERS
 from slotline.logprobs import Logprobs
 from slotline.plan import LogprobColumns
 from slotline.request import Completion, Notice, Output, Usage
@@ -24,14 +25,19 @@ DONE = b"data: [DONE]\n\n"
 class Answer(Protocol):
     """The answer to one request in one surface's shapes."""
 
+    stream_headers: Sequence[tuple[bytes, bytes]]
+
     def whole(self, completions: Sequence[Completion], usage: Usage) -> dict[str, Any]:
         """Return the body of an answer that is not streamed."""
 
     def piece(self, output: Output) -> bytes:
         """Return the event for a piece; b"" where it has nothing to show."""
 
-    def total(self, usage: Usage) -> bytes:
-        """Return the event with the usage of the whole stream."""
+    def end(self, usage: Usage) -> bytes:
+        """Return what ends a stream."""
+
+    def failed(self, error: ApiError) -> bytes:
+        """Return what ends a stream that has begun and cannot go on."""
 
 
 def usage_body(usage: Usage) -> dict[str, Any]:
@@ -49,6 +55,7 @@ class _Base(ABC):
 
     kind = ""  # "object" of a whole answer
     chunk_kind = ""  # and of an event
+    stream_headers: Sequence[tuple[bytes, bytes]] = EVENT_STREAM_HEADERS
     before = b""  # what comes between the number of the choice and its text,
     after = b""  # and after the text, where an event carries nothing else
 
@@ -67,16 +74,28 @@ class _Base(ABC):
     def whole(self, completions: Sequence[Completion], usage: Usage) -> dict[str, Any]:
         """Return the body of an answer that is not streamed."""
         choices = [
-            self._whole_choice(choice, prompt_index, prompt_index * self.job.params.n + choice.index)
+            self._whole_choice(choice, prompt_index, prompt_index * self.job.shown + position)
             for prompt_index, completion in enumerate(completions)
-            for choice in completion.choices or [completion]
+            for position, choice in enumerate(self._best(completion.choices or [completion]))
         ]
         body = {**self._head, "choices": choices, "usage": usage_body(usage)}
         return {**body, "warnings": self._warnings} if self._warnings else body
 
-    def total(self, usage: Usage) -> bytes:
-        """Return the event with the usage of the whole stream."""
-        return b"data: " + to_json({**self._chunk, "choices": [], "usage": usage_body(usage)}) + b"\n\n"
+    def _best(self, choices: Sequence[Completion]) -> Sequence[Completion]:
+        """Return the choices to show: the likeliest by token where more were made, best first."""
+        if len(choices) <= self.job.shown:
+            return choices
+        return sorted(choices, key=mean_logprob, reverse=True)[: self.job.shown]
+
+    def end(self, usage: Usage) -> bytes:
+        """Return the last events: the usage of the whole stream where that was asked for, and the end mark."""
+        if not self.job.include_usage:
+            return DONE
+        return b"data: " + to_json({**self._chunk, "choices": [], "usage": usage_body(usage)}) + b"\n\n" + DONE
+
+    def failed(self, error: ApiError) -> bytes:
+        """Return the error as the stream's last event."""
+        return error.event()
 
     def piece(self, output: Output) -> bytes:
         """Return the event for a piece; b"" where it has nothing to show."""
@@ -227,7 +246,7 @@ class CompletionAnswer(_Base):
         counter, parts, rows = self._counters[index], [], self._rows[prompt_index]
         if echo and self.job.echo_logprobs and (part.logprobs is not None or rows is not None):
             parts.append(counter.piece(self._prompt_ids[prompt_index], rows, shown=True))
-        if part.logprobs is not None:
+        if part.logprobs is not None and not self.job.hides_logprobs:
             parts.append(counter.piece(part.token_ids, part.logprobs))
         return joined(parts) if parts else None
 

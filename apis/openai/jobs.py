@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from slotline.apis.openai.errors import ApiError
 from slotline.apis.openai.messages import normalise
 from slotline.apis.openai.models import ChatBody, CompletionBody, GenerationBody
+from slotline.engine import Engine
 from slotline.errors import InvalidParameter, RequestError
 from slotline.params import SamplingParams
 
@@ -37,6 +38,7 @@ _SAME = (
     "temperature",
     "top_k",
     "top_p",
+    "truncate_prompt_tokens",
 )
 
 # Arguments of a template that the server sets; a request may not replace them through kwargs.
@@ -53,6 +55,8 @@ class Job:
         opening: how the assistant's message begins, where a request gives that and wants the rest.
         echo: show the prompt before the answer.
         echo_logprobs: the prompt's own logprobs were asked for through echo.
+        shown: choices of each prompt that the answer has: the best of ``params.n`` where that is more.
+        hides_logprobs: logprobs are there to find the best choices, and nobody asked to see them.
     """
 
     model: str
@@ -67,20 +71,43 @@ class Job:
     priority: int = 0
     echo: bool = False
     echo_logprobs: bool = False
+    shown: int = 1
+    hides_logprobs: bool = False
     renamed: Mapping[str, str] = field(default_factory=dict)
 
 
 def completion_job(body: CompletionBody, cap: int) -> Job:
     """Translate a body of /v1/completions; ``cap`` is the most logprobs it may ask for."""
     _check_width("logprobs", body.logprobs, cap)
-    if body.best_of is not None and body.best_of != (body.n or 1):
-        raise ApiError(400, f"best_of is {body.best_of}; allowed: the value of n", param="best_of")
     max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-    own: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": body.logprobs}
+    own: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": body.logprobs, **_best_of(body)}
     scored = bool(body.echo) and body.logprobs is not None
     if scored and body.prompt_logprobs is None:
         own["prompt_logprobs"] = body.logprobs
-    return _job(body, cap, _prompts(body.prompt), own, echo=bool(body.echo), echo_logprobs=scored)
+    picks = "n" in own
+    return _job(
+        body,
+        cap,
+        _prompts(body.prompt),
+        own,
+        echo=bool(body.echo),
+        echo_logprobs=scored,
+        hides_logprobs=picks and body.logprobs is None,
+        renamed={**body.renamed, "n": "best_of"} if picks else None,
+    )
+
+
+def _best_of(body: CompletionBody) -> dict[str, Any]:
+    """Return the parameters of a request that has more choices made than it wants to see."""
+    shown, made = 1 if body.n is None else body.n, body.best_of
+    if made is None or made == shown or shown < 1:
+        return {}
+    if made < shown:
+        raise InvalidParameter.of("best_of", made, f"at least n ({shown})")
+    if body.stream:
+        message = f"best_of is {made}; allowed: the value of n ({shown}) in a stream, which cannot take back a choice"
+        raise InvalidParameter(message, param="best_of")
+    return {"n": made, "logprobs": body.logprobs or 0}
 
 
 def chat_job(body: ChatBody, cap: int) -> Job:
@@ -111,6 +138,7 @@ def _job(
     opening: str | None = None,
     echo: bool = False,
     echo_logprobs: bool = False,
+    hides_logprobs: bool = False,
     renamed: Mapping[str, str] | None = None,
 ) -> Job:
     if body.stream_options is not None and not body.stream:
@@ -130,6 +158,8 @@ def _job(
         priority=body.priority or 0,
         echo=echo,
         echo_logprobs=echo_logprobs,
+        shown=1 if body.n is None else body.n,
+        hides_logprobs=hides_logprobs,
         renamed=names,
     )
 
@@ -198,6 +228,13 @@ def _take_opening(body: ChatBody, messages: list[dict[str, Any]]) -> str:
         raise RequestError(message, param="continue_final_message")
     text: str = messages.pop()["content"]
     return text
+
+
+async def continued(engine: Engine, job: Job) -> list[int]:
+    """Return the prompt for a message that the assistant has begun: up to its turn, then what it said."""
+    (messages,) = cast("Sequence[list[dict[str, Any]]]", job.prompts)
+    ids = await engine.chat_prompt(messages, **(job.options or {}))
+    return ids + await engine.tokenize(str(job.opening), parse_special=False, add_special=False)
 
 
 def _prompts(prompt: str | list[Any]) -> list[Prompt]:

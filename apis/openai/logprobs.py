@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import codecs
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from slotline.logprobs import Logprobs, TokenLogprob
+from slotline.request import Completion
 from slotline.text import Vocabulary
 
 
@@ -23,6 +25,12 @@ def _chat_entry(entries: list[TokenLogprob], width: int) -> dict[str, Any]:
 
 def _named(entry: TokenLogprob) -> dict[str, Any]:
     return {"token": entry.text, "logprob": entry.logprob, "bytes": list(entry.bytes)}
+
+
+def mean_logprob(choice: Completion) -> float:
+    """Return how likely a choice is by token, by which ``best_of`` picks; one without tokens comes last."""
+    values = [row[token_id] for token_id, row in zip(choice.token_ids, choice.logprobs or (), strict=True) if row]
+    return math.fsum(values) / len(values) if values else -math.inf
 
 
 def prompt_logprobs(logprobs: Logprobs) -> list[dict[str, Any] | None]:

@@ -87,6 +87,7 @@ class GenerationBody(Body):
     skip_special_tokens: bool | None = None
     stop_token_ids: list[int] | None = None
     top_k: int | None = None
+    truncate_prompt_tokens: int | None = None
 
     # slotline's own.
     adapter: str | None = None

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import anyio
 
-from slotline.apis.openai.errors import ApiError, logger
+from slotline.apis.openai.errors import ApiError, logger, model_not_found
+from slotline.apis.openai.running import Running
 from slotline.config import EngineConfig
 from slotline.engine import Engine, Health
 from slotline.errors import EngineUnhealthy
@@ -136,12 +137,26 @@ class Service:
     Args:
         source: an open engine, or the lifespan that opens one.
         settings: of the HTTP surface.
+
+    Attributes:
+        running: requests that are being answered.
     """
 
     def __init__(self, source: Engine | EngineLifespan, settings: Settings) -> None:
         self._source = source if isinstance(source, EngineLifespan) else OpenEngine(source)
         self.settings = settings
         self.created = int(time.time())
+        self.running = Running()
+
+    def check_model(self, name: str) -> None:
+        """Refuse a model that is not served.
+
+        Raises:
+            ApiError: 404.
+        """
+        names = self.names()
+        if name not in names:
+            raise model_not_found(name, names)
 
     def ready(self) -> Engine:
         """Return the engine.

@@ -60,8 +60,10 @@ def say(text: str, *, finish: str | None = None, **more: Any) -> Output:
 class FakeHandle:
     """Plays a script of pieces, exceptions to raise, and events to wait for."""
 
-    def __init__(self, engine: FakeEngine, prompts: Sequence[Any], params: SamplingParams) -> None:
-        self.request_id = "fake"
+    def __init__(
+        self, engine: FakeEngine, prompts: Sequence[Any], params: SamplingParams, request_id: str = "fake"
+    ) -> None:
+        self.request_id = request_id
         self.engine = engine
         self.prompt_token_ids = [list(p.encode()) if isinstance(p, str) else [7, 8, 9] for p in prompts]
         self.warnings = list(engine.warnings)
@@ -143,11 +145,14 @@ class FakeEngine:
     async def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         return list("".join(f"<{m['role']}>{m['content']}" for m in messages).encode())
 
+    async def tokenize(self, text: str, **options: Any) -> list[int]:
+        return self.model.tokenizer.encode(text, **options)
+
     async def submit(self, prompts: Sequence[Any], params: SamplingParams, **more: Any) -> FakeHandle:
         self.submitted.append({"prompts": prompts, "params": params, **more})
         if self.refuse is not None:
             raise self.refuse
-        self.handles.append(FakeHandle(self, prompts, params))
+        self.handles.append(FakeHandle(self, prompts, params, more.get("request_id", "fake")))
         return self.handles[-1]
 
 

@@ -8,6 +8,7 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 
 from slotline.apis.openai import Settings, create_app, routes
+from slotline.backend import Capabilities
 from slotline.errors import (
     ClientLimitExceeded,
     ContextLengthExceeded,
@@ -427,11 +428,58 @@ async def test_wrong_chat_fields(fake, extra, param):
     assert reply.status_code == 400 and reply.json()["error"]["param"] == param
 
 
-async def test_best_of_is_n(fake):
+async def test_best_of_needs_a_backend_with_logprobs(fake):
     engine = fake.Engine(fake.say("x", finish="stop"))
     assert (await post(fake, engine, "/v1/completions", {**TEXT, "best_of": 1})).status_code == 200
     reply = await post(fake, engine, "/v1/completions", {**TEXT, "best_of": 2})
     assert reply.status_code == 400 and reply.json()["error"]["param"] == "best_of"
+
+
+def three_choices(fake, **more):
+    """Return pieces of three choices, the second of which is the likeliest by token, the third next."""
+    values = {0: (-3.0, -3.0), 1: (-0.1, -0.3), 2: (-1.0,)}
+    for index, row in values.items():
+        table = fake.table(*([(65 + index, value, 1)] for value in row))
+        text = chr(65 + index) * len(row)
+        yield fake.say(text, index=index, finish="length", logprobs=table, **more)
+
+
+async def test_best_of_shows_the_likeliest_by_token_and_counts_all(fake):
+    engine = fake.Engine(*three_choices(fake))
+    engine.capabilities = Capabilities(logprobs=True, max_logprobs=20)
+    reply = await post(fake, engine, "/v1/completions", {**TEXT, "n": 2, "best_of": 3})
+    shown = [(c["index"], c["text"], c["logprobs"]) for c in reply.json()["choices"]]
+    assert shown == [(0, "BB", None), (1, "C", None)]
+    assert reply.json()["usage"]["completion_tokens"] == 5
+    assert (engine.submitted[0]["params"].n, engine.submitted[0]["params"].logprobs) == (3, 0)
+    reply = await post(fake, engine, "/v1/completions", {**TEXT, "best_of": 3, "logprobs": 0})
+    (choice,) = reply.json()["choices"]
+    assert choice["text"] == "BB" and choice["logprobs"]["token_logprobs"] == pytest.approx([-0.1, -0.3])
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"n": 2, "best_of": 1}, "best_of"),
+        ({"best_of": 2, "stream": True}, "best_of"),
+        ({"best_of": 129}, "best_of"),
+        ({"n": 0, "best_of": 2}, "n"),
+        ({"best_of": 0}, "best_of"),
+    ],
+)
+async def test_wrong_numbers_of_choices(fake, fields, param):
+    engine = fake.Engine()
+    engine.capabilities = Capabilities(logprobs=True, max_logprobs=20)
+    reply = await post(fake, engine, "/v1/completions", {**TEXT, **fields})
+    assert reply.status_code == 400 and reply.json()["error"]["param"] == param
+    assert param in reply.json()["error"]["message"]
+
+
+async def test_an_echoed_prompt_is_the_one_that_was_used(fake):
+    engine = fake.Engine(fake.say("!", finish="stop"))
+    reply = await post(fake, engine, "/v1/completions", {**TEXT, "echo": True, "truncate_prompt_tokens": 1})
+    assert engine.submitted[0]["params"].truncate_prompt_tokens == 1
+    assert reply.json()["choices"][0]["text"] == "ab!"  # the scripted engine has both tokens, decoded from ids
 
 
 BODIES = [b"", b"null", b"[]", b"{", b'"x"', b"\xff\xfe", b"[" * 100_000, b'{"model":NaN}', b'{"a":"\\ud800"}']

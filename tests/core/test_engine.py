@@ -314,6 +314,27 @@ async def test_bad_requests_are_refused_before_they_run() -> None:
         assert full.finish_reason in ("length", "stop")
 
 
+@pytest.mark.parametrize(("most", "max_tokens", "kept"), [(5, 4, 5), (-1, 6, 250), (-1, None, 255), (300, 6, 256)])
+async def test_a_prompt_is_cut_only_where_that_was_asked_for(most: int, max_tokens: int | None, kept: int) -> None:
+    prompt = [i % 200 for i in range(300 if kept < 256 else 250)]
+    async with opened() as (engine, _):
+        params = slotline.SamplingParams(max_tokens=max_tokens, truncate_prompt_tokens=most)
+        done = await engine.generate(prompt, params)
+        assert done.prompt_token_ids == prompt[-kept:] and done.usage.prompt_tokens == len(done.prompt_token_ids)
+        assert [notice.code for notice in done.warnings] == ["prompt_truncated"] * (len(prompt) > kept)
+        with pytest.raises(ContextLengthExceeded):
+            await engine.generate([1] * 300, slotline.SamplingParams(max_tokens=1))
+
+
+async def test_long_texts_are_encoded_and_decoded_off_the_loop(no_blocking: object) -> None:
+    async with opened() as (engine, _):
+        for text in ("short", "long " * 2000):
+            ids = await engine.tokenize(text)
+            assert ids == engine.encode(text) and await engine.detokenize(ids) == text
+        with pytest.raises(InvalidParameter, match="tokens has token id 999999"):
+            await engine.detokenize([1, 999999])
+
+
 async def test_a_request_beyond_the_kv_pool_is_refused_at_intake() -> None:
     async with opened(kv_cache_tokens=64) as (engine, _):
         assert engine.max_model_len == 64

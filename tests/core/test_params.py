@@ -36,6 +36,7 @@ REFUSED = {
     "logprobs": [-1, 1025, True, 1.0],
     "prompt_logprobs": [-1, 2000],
     "logprobs_mode": ["none", 1],
+    "truncate_prompt_tokens": [0, -2, True, 1.5, "5"],
     "extra": [5, {1: 2}],
 }
 
@@ -52,6 +53,7 @@ ACCEPTED = {
     "stop": ["a", ["a", "b"], []],
     "logprobs": [0, 20, 1024],
     "logit_bias": [{5: 100}, {5: -100.0}, {}],
+    "truncate_prompt_tokens": [-1, 1, 10**9],
 }
 
 
