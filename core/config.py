@@ -55,6 +55,7 @@ class EngineConfig:
     chat_template: str | None = option(None, "file or name of a chat template that replaces the model's own")
     quantization: str | None = option(None, "weight quantization, where the backend has it")
     trust_pickle: bool = option(False, "allow .bin checkpoints (loaded weights_only)")
+    stall_timeout: float = option(120.0, "seconds without the result of a step after which the engine counts as wedged")
     echo_delay: float = option(0.0, "seconds between the tokens of a row in the echo backend")
     plugins: str | None = option(None, "plugin packages to load: unset = all, empty = built-ins only, or a list")
 
@@ -145,6 +146,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "deterministic": (lambda v: isinstance(v, bool), "true or false"),
     "pipeline_depth": (_is_int(1, 2), "1 or 2"),
     "threads": (_is_int(1, 1024), "an integer from 1 to 1024"),
+    "stall_timeout": (_is_number(0.01, 86400), "a number of seconds from 0.01 to 86400"),
     "echo_delay": (_is_number(0, 60), "a number from 0 to 60"),
     "trust_pickle": (lambda v: isinstance(v, bool), "true or false"),
 }

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import anyio
@@ -35,7 +35,7 @@ from slotline.params import SamplingParams
 from slotline.prompts import Prompt, PromptEncoder
 from slotline.request import Completion, Output, RequestEvent
 from slotline.scoring import SCORE_ONLY, Score, score_of
-from slotline.stats import EngineStats, RequestStats
+from slotline.stats import EngineStats, RequestStats, engine_stats
 from slotline.text import Vocabulary
 
 log = logging.getLogger("slotline")
@@ -83,7 +83,9 @@ class Engine:
             self.manager.registry("logits_processors"),
         )
         self._stats = RequestStats()
-        self._processor = OutputProcessor(self._client.abort, self._first_token, self._finish)
+        self._processor = OutputProcessor(
+            self._client.abort, self._first_token, self._finish, self._stats.step
+        )
         self._handles: dict[str, RequestHandle] = {}
         self._observed = bool(self.manager.hook.slotline_observe_request.get_hookimpls())
         self._prompts = PromptEncoder(self.model)
@@ -257,8 +259,6 @@ class Engine:
         """Return the text of token ids."""
         return self.vocabulary.decode(token_ids, skip_special_tokens)
 
-    async def chat_prompt(self, messages: Sequence[Message], **options: Any) -> list[int]:
-        """Return the token ids of chat messages under the model's template.
     async def tokenize(self, text: str, *, parse_special: bool = True, add_special: bool = True) -> list[int]:
         """Return the token ids of a text; long ones are encoded off the event loop."""
         return await self._prompts.encode_text(text, parse_special=parse_special, add_special=add_special)
@@ -272,6 +272,8 @@ class Engine:
         self._intake.check_ids("tokens", token_ids)
         return await self._prompts.decode(self.vocabulary, token_ids, skip_special_tokens)
 
+    async def chat_prompt(self, messages: Sequence[Message], **options: Any) -> list[int]:
+        """Return the token ids of chat messages under the model's template.
 
         Raises:
             ChatTemplateError: there is no template, or it refuses the messages.
@@ -282,14 +284,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Return a snapshot of all counters."""
-        return EngineStats(
-            **asdict(self._core.stats()),
-            uptime=time.monotonic() - self._opened,
-            requests_finished=dict(self._stats.finished),
-            prompt_tokens=self._stats.prompt_tokens,
-            completion_tokens=self._stats.completion_tokens,
-            histograms=self._stats.snapshots(),
-        )
+        return engine_stats(self._core.stats(), self._stats.counts(), time.monotonic() - self._opened)
 
     def health(self) -> Health:
         """Tell whether the engine can answer."""
@@ -358,6 +353,7 @@ class Engine:
             completion_tokens=usage.completion_tokens,
             finish_reason=handle.choices[0].finish_reason,
             error=handle.error,
+            extra=handle.notes,
         )
         self.manager.hook.slotline_observe_request(event=event)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slotline.logprobs import Logprobs
 from slotline.mailbox import Choice, Mailbox
@@ -33,6 +33,7 @@ class RequestHandle:
         started: monotonic time of submission.
         cached_tokens: prompt tokens that were found in the prefix cache.
         error: what ended it, if anything did.
+        notes: what observers keep of it, from one event to the next.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class RequestHandle:
         self.started = time.monotonic()
         self.cached_tokens = 0
         self.error: BaseException | None = None
+        self.notes: dict[str, Any] = {}
         self._vocabulary = vocabulary
         self._abort: Callable[[RequestHandle], None] = lambda _: None
 

@@ -23,7 +23,7 @@ from slotline.plan import StepPlan, StepResult
 from slotline.queue import RequestQueue
 from slotline.request import SequenceRequest
 from slotline.scheduler import Scheduler
-from slotline.stats import CoreStats
+from slotline.stats import CoreStats, StepMeter
 
 if TYPE_CHECKING:
     from slotline.config import EngineConfig
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 log = logging.getLogger("slotline")
-
-WEDGED_AFTER = 120.0  # seconds without a result while a step is in flight
 
 
 class EngineCore:
@@ -68,8 +66,8 @@ class EngineCore:
         self.scheduler = Scheduler(config.max_slots, info.max_model_len, budget, pool, queue)
         self.error: SlotlineError | None = None
         self.restarts = 0
-        self.step_seconds = 0.0
         self.host_seconds = 0.0
+        self._meter = StepMeter()
         self._thread = thread
         self._reload = reload
         self._launched: deque[tuple[Future[StepHandle], float]] = deque()
@@ -77,6 +75,7 @@ class EngineCore:
         self._outbox: deque[OutputBatch] = deque()
         self._news = asyncio.Event()
         self._timers: dict[int, asyncio.TimerHandle] = {}
+        self._stall_timeout = config.stall_timeout
         self._last_progress = time.monotonic()
         self._failed_before = False  # the step before failed too
 
@@ -92,6 +91,7 @@ class EngineCore:
         if self.error is not None:
             raise self.error
         self.scheduler.add(requests)
+        self._meter.arrived((r.seq_id for r in requests), time.perf_counter())
         for request in requests:
             if request.deadline is not None:
                 timer = asyncio.get_running_loop().call_later(request.deadline, self._expire, request.seq_id)
@@ -101,7 +101,7 @@ class EngineCore:
     def abort(self, seq_ids: Sequence[int]) -> None:
         """End sequences wherever they are; unknown ones are none of its business."""
         for seq_id in seq_ids:
-            self._forget_deadline(seq_id)
+            self._forget(seq_id)
             if self.scheduler.abort(seq_id):
                 self._wake.set()
 
@@ -129,15 +129,19 @@ class EngineCore:
             preemptions=s.counts.preemptions,
             prefix_queries=s.counts.prefix_queried_tokens,
             prefix_hits=s.counts.prefix_hit_tokens,
-            step_seconds=self.step_seconds,
+            step_seconds=self._meter.step_seconds,
+            device_seconds=self._meter.device_seconds,
             host_seconds=self.host_seconds,
             restarts=self.restarts,
+            padded_tokens=getattr(self.backend, "padded_tokens", 0),
+            queued_tokens=s.queue.queued_tokens,
+            histograms=self._meter.snapshots(),
         )
 
     @property
     def wedged(self) -> bool:
         """Tell whether a launched step has given no result for too long."""
-        return bool(self._launched) and time.monotonic() - self._last_progress > WEDGED_AFTER
+        return bool(self._launched) and time.monotonic() - self._last_progress > self._stall_timeout
 
     # --- the loop ---------------------------------------------------------------------
 
@@ -170,7 +174,11 @@ class EngineCore:
             self.scheduler.apply(plan)
             if not self._launched:
                 self._last_progress = time.monotonic()
-            self._launched.append((self._thread.submit(self._launch, plan), time.perf_counter()))
+            now = time.perf_counter()
+            self._launched.append((self._thread.submit(self._launch, plan), now))
+            seats = self.scheduler.rows.slots.seq_id
+            admitted = [int(seats[setup.row]) for setup in plan.admitted]
+            self._meter.launched(admitted, len(plan), plan.num_tokens, now)
             self.host_seconds += time.perf_counter() - began
 
     def _launch(self, plan: StepPlan) -> StepHandle:
@@ -183,6 +191,7 @@ class EngineCore:
         ended = self.scheduler.take_ended()
         if ended:
             self._thread.submit(self.backend.release, ended)
+        self._meter.rest()
         self._wake.clear()
         await self._wake.wait()
 
@@ -191,14 +200,14 @@ class EngineCore:
         began = time.perf_counter()
         self._launched.popleft()
         self._last_progress = time.monotonic()
-        self.step_seconds += began - since
+        self._meter.took_in(since, began, result.device_ms, more=bool(self._launched))
         batch = self.scheduler.commit(result)
         self._failed_before = False
         self.host_seconds += time.perf_counter() - began
         self._launch_ahead()
         if self._timers:
             for seq_id in batch.seq_ids[batch.finish > 0].tolist():
-                self._forget_deadline(seq_id)
+                self._forget(seq_id)
         self._post(batch)
 
     def _post(self, batch: OutputBatch) -> None:
@@ -206,12 +215,14 @@ class EngineCore:
         self._news.set()
 
     def _expire(self, seq_id: int) -> None:
-        self._timers.pop(seq_id, None)
+        self._forget(seq_id)
         if self.scheduler.abort(seq_id):
             self._post(error_batch(((seq_id, DeadlineExceeded("the request's deadline passed before it finished")),)))
             self._wake.set()
 
-    def _forget_deadline(self, seq_id: int) -> None:
+    def _forget(self, seq_id: int) -> None:
+        """Drop what is kept of a sequence beside the scheduler: its deadline, its arrival."""
+        self._meter.left(seq_id)
         timer = self._timers.pop(seq_id, None)
         if timer is not None:
             timer.cancel()
@@ -225,6 +236,8 @@ class EngineCore:
             await self._on_thread(_settle, launched)
         self._launched.clear()
         failed = self.scheduler.fail_inflight()
+        for seq_id in failed:
+            self._forget(seq_id)
         reason = StepFailed(f"the step that computed this request failed: {error!r}")
         self._post(error_batch(tuple((seq_id, reason) for seq_id in failed)))
         if self._failed_before:

@@ -42,6 +42,7 @@ BUILTINS: tuple[str, ...] = (
     "slotline.plugins.processors",
     "slotline.plugins.prometheus",
     "slotline.plugins.request_log",
+    "slotline.plugins.opentelemetry",
     "slotline.apis.openai",
     "slotline.apis.cli",
 )

@@ -126,7 +126,11 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class RequestEvent:
-    """What request observers see. ``kind`` is "admitted", "first_token" or "finished"."""
+    """What request observers see. ``kind`` is "admitted", "first_token" or "finished".
+
+    ``extra`` is one dict for all events of a request: observers keep there, under names of their own, what
+    they need from one to the next.
+    """
 
     kind: Literal["admitted", "first_token", "finished"]
     request_id: str

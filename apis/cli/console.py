@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +27,9 @@ def stderr() -> Console:
 
 
 def say(text: str, style: str = "dim") -> None:
-    """Print a line for people on stderr."""
-    stderr().print(text, style=style, markup=False, soft_wrap=True)
+    """Print a line for people on stderr; where nobody takes it, go on."""
+    with suppress(OSError):
+        stderr().print(text, style=style, markup=False, soft_wrap=True)
 
 
 def warn(notices: Iterable[Notice]) -> None:

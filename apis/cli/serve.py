@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import os
 import socket
-import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,80 +13,101 @@ from slotline.apis.cli.console import say
 from slotline.apis.cli.group import CommandFailed
 from slotline.apis.cli.options import engine_options
 from slotline.config import EngineConfig
-from slotline.errors import SlotlineError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable
 
-    from slotline.apis.cli.server import Server
+    from slotline.apis.cli.server import ServerOptions
     from slotline.engine import Engine
 
-BACKLOG = 2048
+Command = Any
+
+_FILE = click.Path(exists=True, dir_okay=False)
+
+_OPTIONS = (
+    click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on."),
+    click.option(
+        "--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Port; 0 takes a free one."
+    ),
+    click.option(
+        "--served-model-name",
+        multiple=True,
+        help="Name that requests use; may be given several times. [default: MODEL]",
+    ),
+    click.option("--api-key-file", type=_FILE, help="File with API keys, one a line, a name before it or not."),
+    click.option("--allowed-origin", multiple=True, help="Origin whose web pages may use the server; several, or *."),
+    click.option("--tls-cert", type=_FILE, help="Certificate chain (PEM); with --tls-key the server speaks HTTPS."),
+    click.option("--tls-key", type=_FILE, help="Private key (PEM) of the certificate."),
+    click.option(
+        "--drain-timeout",
+        type=click.IntRange(0),
+        default=30,
+        show_default=True,
+        help="Seconds that running answers get to end after SIGTERM or Ctrl-C; a second signal ends them at once.",
+    ),
+    click.option("--request-timeout", type=float, help="Seconds an answer may take; no limit if not given."),
+    click.option("--write-timeout", type=float, default=30.0, show_default=True, help="Seconds a client may not read."),
+    click.option(
+        "--header-timeout", type=float, default=30.0, show_default=True, help="Seconds for a request's head to arrive."
+    ),
+    click.option("--keep-alive", type=int, default=5, show_default=True, help="Seconds an idle connection stays open."),
+    click.option("--max-body-bytes", type=int, default=32 * 2**20, show_default=True, help="Longest body; then 413."),
+    click.option(
+        "--max-header-bytes",
+        type=int,
+        default=64 * 1024,
+        show_default=True,
+        help="Longest head; then 431.",
+    ),
+    click.option("--access-log", is_flag=True, help="Log each request, without what it said."),
+    click.option(
+        "--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True, help="Lines of the log."
+    ),
+)
+
+
+def _server_options(command: Command) -> Command:
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
 
 
 @click.command()
 @engine_options()
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option(
-    "--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Port; 0 takes a free one."
-)
-@click.option(
-    "--served-model-name", multiple=True, help="Name that requests use; may be given several times. [default: MODEL]"
-)
-@click.option(
-    "--drain-timeout",
-    type=click.IntRange(0),
-    default=30,
-    show_default=True,
-    help="Seconds that running answers get to end after SIGTERM or Ctrl-C; a second signal ends them at once.",
-)
-@click.option("--request-timeout", type=float, help="Seconds an answer may take; no limit if not given.")
-@click.option("--write-timeout", type=float, default=30.0, show_default=True, help="Seconds a client may not read.")
-@click.option("--access-log", is_flag=True, help="Log each request.")
-def serve(
-    config: EngineConfig,
-    host: str,
-    port: int,
-    served_model_name: Sequence[str],
-    drain_timeout: int,
-    request_timeout: float | None,
-    write_timeout: float,
-    access_log: bool,
-) -> None:
+@_server_options
+def serve(config: EngineConfig, host: str, port: int, log_format: str, access_log: bool, **given: Any) -> None:
     """Serve MODEL behind OpenAI's routes."""
+    from slotline.apis.cli.process import prepare, run_server
     from slotline.apis.cli.server import Server
+    from slotline.apis.openai.service import EngineLifespan
+
+    if config.threads is None:
+        config = config.with_options(threads=1)  # more of them spin between steps, and the loop needs a core
+    listener = _listen(host, port)
+    options = _options_of(listener, given)
+    options.check()
+    prepare(json=log_format == "json", access=access_log)
+    server = Server(partial(EngineLifespan, config, background=True), options)
+    server.on_open(_announcer(listener, options))
+    if log_format == "text":  # else every line of stderr is JSON
+        say(f"loading {config.model}")
+    run_server(server, [listener])
+
+
+def _options_of(listener: socket.socket, given: dict[str, Any]) -> ServerOptions:
+    from slotline.apis.cli.server import ServerOptions
     from slotline.apis.openai.hosts import is_loopback
     from slotline.apis.openai.service import Settings
 
-    logging.basicConfig(level=logging.INFO if access_log else logging.WARNING, format="%(levelname)s %(message)s")
-    if config.threads is None:
-        config = config.with_options(threads=1)  # more of them spin between steps, and the loop needs a core
     settings = Settings(
-        served_model_name=tuple(served_model_name), request_timeout=request_timeout, write_timeout=write_timeout
+        served_model_name=tuple(given.pop("served_model_name")),
+        request_timeout=given.pop("request_timeout"),
+        write_timeout=given.pop("write_timeout"),
+        max_body_bytes=given.pop("max_body_bytes"),
     )
-    listener = _listen(host, port)
+    origins = tuple(given.pop("allowed_origin"))
     local = is_loopback(listener.getsockname()[0])
-    server = Server(config, settings, local=local, drain_timeout=drain_timeout, access_log=access_log)
-    server.on_open(lambda engine: click.echo(_ready_line(engine, listener, settings.served_model_name)))
-    say(f"loading {config.model}")
-    _run(server, listener)
-
-
-def _run(server: Server, listener: socket.socket) -> None:
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(server.serve(sockets=[listener]))
-    if server.failure is not None:
-        if isinstance(server.failure, SlotlineError):
-            raise server.failure
-        raise CommandFailed(f"{type(server.failure).__name__}: {server.failure}") from server.failure
-
-
-def _loop_factory() -> Any:
-    if sys.platform == "win32":
-        return None
-    import uvloop
-
-    return uvloop.new_event_loop
+    return ServerOptions(local=local, allowed_origins=origins, settings=settings, **given)
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -97,6 +116,8 @@ def _listen(host: str, port: int) -> socket.socket:
     Raises:
         CommandFailed: it is in use, or the address is not this machine's.
     """
+    from slotline.apis.cli.server import BACKLOG
+
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
@@ -105,9 +126,17 @@ def _listen(host: str, port: int) -> socket.socket:
         raise CommandFailed(f"cannot listen on {host} port {port}: {reason}") from None
 
 
-def _ready_line(engine: Engine, listener: socket.socket, names: tuple[str, ...]) -> str:
+def _announcer(listener: socket.socket, options: ServerOptions) -> Callable[[Engine], None]:
+    """Return what prints where the server is, once its engine is there."""
     host, port = listener.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
-    served = ", ".join(names) or engine.model.name
-    cache = (engine.info.num_blocks - 1) * engine.info.block_size  # block 0 is scratch
-    return f"serving {served} at http://{shown}:{port} (context {engine.max_model_len}, KV cache {cache} tokens)"
+    address = f"{'http' if options.tls_cert is None else 'https'}://{f'[{host}]' if ':' in host else host}:{port}"
+    names = options.settings.served_model_name
+
+    def announce(engine: Engine) -> None:
+        from slotline.apis.cli.process import tell
+
+        cache = (engine.info.num_blocks - 1) * engine.info.block_size  # block 0 is scratch
+        served = ", ".join(names) or engine.model.name
+        tell(f"serving {served} at {address} (context {engine.max_model_len}, KV cache {cache} tokens)")
+
+    return announce

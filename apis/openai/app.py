@@ -29,7 +29,7 @@ from slotline.apis.openai.errors import (
 )
 from slotline.apis.openai.service import EngineLifespan, Service, Settings, logprob_cap, names_of
 from slotline.config import EngineConfig
-from slotline.engine import Engine
+from slotline.engine import Engine, Health
 
 engine_lifespan = EngineLifespan  # the name under which hosts know it
 
@@ -96,6 +96,8 @@ def _routes(service: Service) -> list[BaseRoute]:
         Route("/v1/models/{model:path}", _Page(pages.model), name="model"),
         Route("/v1/capabilities", _Page(pages.capabilities), name="capabilities"),
         Route("/health", _Page(pages.health), name="health"),
+        Route("/health/live", _Page(pages.live), name="live"),
+        Route("/health/ready", _Page(pages.health), name="ready"),
         Route("/metrics", _Page(pages.metrics), name="metrics"),
     ]
 
@@ -139,10 +141,12 @@ class _Pages:
 
     async def health(self, scope: Scope, send: Send) -> None:
         health = self._service.health()
-        body: dict[str, Any] = {"status": health.status, "detail": health.detail}
-        if not health.ok:
-            body |= ApiError(503, health.detail, type="unavailable_error", code=health.status).envelope()
-        await send_json(send, body, status=200 if health.ok else 503)
+        await _send_health(send, health, health.ok)
+
+    async def live(self, scope: Scope, send: Send) -> None:
+        """Tell whether to leave the process alone: it makes progress, or is about to."""
+        health = self._service.health()
+        await _send_health(send, health, health.status not in ("wedged", "unhealthy"))
 
     async def metrics(self, scope: Scope, send: Send) -> None:
         engine = self._service.ready()
@@ -160,6 +164,13 @@ class _Pages:
             "owned_by": "slotline",
             "max_model_len": engine.max_model_len,
         }
+
+
+async def _send_health(send: Send, health: Health, ok: bool) -> None:
+    body: dict[str, Any] = {"status": health.status, "detail": health.detail}
+    if not ok:
+        body |= ApiError(503, health.detail, type="unavailable_error", code=health.status).envelope()
+    await send_json(send, body, status=200 if ok else 503)
 
 
 def _can_do(engine: Engine, names: Sequence[str]) -> dict[str, Any]:
