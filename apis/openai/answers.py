@@ -50,6 +50,11 @@ def usage_body(usage: Usage) -> dict[str, Any]:
     }
 
 
+def notices_body(warnings: Sequence[Notice]) -> list[dict[str, Any]]:
+    """Return warnings as JSON."""
+    return [{"code": w.code, "param": w.param, "message": w.message} for w in warnings]
+
+
 class _Base(ABC):
     """What both surfaces share: identity, choice numbers, warnings, the frame of an event."""
 
@@ -63,7 +68,7 @@ class _Base(ABC):
         self.job = job
         self._head = {"id": answer_id, "object": self.kind, "created": created, "model": job.model}
         self._chunk = {**self._head, "object": self.chunk_kind}
-        self._warnings = [{"code": w.code, "param": w.param, "message": w.message} for w in warnings]
+        self._warnings = notices_body(warnings)
         self._unsent = self._warnings
         opening = b"data: " + to_json(self._chunk)[:-1] + b',"choices":[{"index":'
         count = job.params.n * len(job.prompts)

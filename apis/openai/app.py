@@ -14,6 +14,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
 import slotline
+from slotline.apis.native import native_routes
 from slotline.apis.openai.endpoint import ChatCompletions, Completions
 from slotline.apis.openai.errors import (
     JSON_TYPE,
@@ -99,6 +100,7 @@ def _routes(service: Service) -> list[BaseRoute]:
         Route("/health/live", _Page(pages.live), name="live"),
         Route("/health/ready", _Page(pages.health), name="ready"),
         Route("/metrics", _Page(pages.metrics), name="metrics"),
+        *native_routes(service),
     ]
 
 

@@ -10,7 +10,7 @@ from starlette.types import Receive, Send
 
 from slotline.apis.openai.answers import Answer
 from slotline.apis.openai.errors import logger, send_error, send_json, to_api_error
-from slotline.apis.openai.jobs import Job, continued
+from slotline.apis.openai.jobs import Job
 from slotline.apis.openai.service import Service
 from slotline.apis.openai.streams import ClientGone, TimedSend, wait_for_hangup
 from slotline.engine import Engine
@@ -99,9 +99,11 @@ class Exchange:
 
     async def _submit(self) -> RequestHandle:
         job, asked = self._job, self._asked
-        prompts, options = job.prompts, job.options
-        if job.opening is not None:
-            prompts, options = [await continued(asked.engine, job)], None
+        prompts, options, conversation = job.prompts, None, job.conversation
+        if conversation is not None and conversation.opening is not None:
+            prompts = [await conversation.encode(asked.engine)]
+        elif conversation is not None:
+            options = conversation.options
         return await asked.engine.submit(
             prompts,
             job.params,

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
+from slotline.apis.openai.conversation import Conversation
 from slotline.apis.openai.errors import ApiError
-from slotline.apis.openai.messages import normalise
 from slotline.apis.openai.models import ChatBody, CompletionBody, GenerationBody
-from slotline.engine import Engine
-from slotline.errors import InvalidParameter, RequestError
+from slotline.errors import InvalidParameter
 from slotline.params import SamplingParams
 
 Prompt = str | list[int] | list[dict[str, Any]]
@@ -41,9 +40,6 @@ _SAME = (
     "truncate_prompt_tokens",
 )
 
-# Arguments of a template that the server sets; a request may not replace them through kwargs.
-_RESERVED = frozenset({"add_generation_prompt", "chat_template", "continue_final_message", "messages", "tools"})
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
@@ -51,8 +47,7 @@ class Job:
 
     Attributes:
         prompts: one or several; each is answered with ``params.n`` choices.
-        options: arguments of the chat template.
-        opening: how the assistant's message begins, where a request gives that and wants the rest.
+        conversation: where the prompt is one, with what its template is to be told.
         echo: show the prompt before the answer.
         echo_logprobs: the prompt's own logprobs were asked for through echo.
         shown: choices of each prompt that the answer has: the best of ``params.n`` where that is more.
@@ -64,8 +59,7 @@ class Job:
     params: SamplingParams
     stream: bool
     include_usage: bool
-    options: Mapping[str, Any] | None = None
-    opening: str | None = None
+    conversation: Conversation | None = None
     adapter: str | None = None
     cache_salt: str | None = None
     priority: int = 0
@@ -113,9 +107,7 @@ def _best_of(body: CompletionBody) -> dict[str, Any]:
 def chat_job(body: ChatBody, cap: int) -> Job:
     """Translate a body of /v1/chat/completions; ``cap`` is the most logprobs it may ask for."""
     _check_width("top_logprobs", body.top_logprobs, cap)
-    messages = normalise(body.messages)
-    options = _template_options(body)
-    opening = _take_opening(body, messages) if body.continue_final_message else None
+    conversation = Conversation.of(body.messages, body)
     own: dict[str, Any] = {"max_tokens": _chat_max_tokens(body)}
     if body.logprobs:
         own["logprobs"] = body.top_logprobs or 0
@@ -125,7 +117,7 @@ def chat_job(body: ChatBody, cap: int) -> Job:
     renamed = dict(body.renamed)
     if body.max_completion_tokens is not None:
         renamed["max_tokens"] = "max_completion_tokens"
-    return _job(body, cap, [messages], own, options=options, opening=opening, renamed=renamed)
+    return _job(body, cap, [conversation.messages], own, conversation=conversation, renamed=renamed)
 
 
 def _job(
@@ -134,8 +126,7 @@ def _job(
     prompts: Sequence[Prompt],
     own: dict[str, Any],
     *,
-    options: Mapping[str, Any] | None = None,
-    opening: str | None = None,
+    conversation: Conversation | None = None,
     echo: bool = False,
     echo_logprobs: bool = False,
     hides_logprobs: bool = False,
@@ -151,8 +142,7 @@ def _job(
         params=_sampling(body, own, names),
         stream=bool(body.stream),
         include_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
-        options=options,
-        opening=opening,
+        conversation=conversation,
         adapter=body.adapter,
         cache_salt=body.cache_salt,
         priority=body.priority or 0,
@@ -203,38 +193,6 @@ def _chat_max_tokens(body: ChatBody) -> int | None:
             param="max_completion_tokens",
         )
     return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-
-
-def _template_options(body: ChatBody) -> dict[str, Any] | None:
-    options = dict(body.chat_template_kwargs or {})
-    for name in options:
-        if name in _RESERVED:
-            message = f"chat_template_kwargs has {name!r}; allowed: variables of the template other than that"
-            raise RequestError(message, param="chat_template_kwargs")
-    if body.add_generation_prompt is not None and not body.continue_final_message:
-        options["add_generation_prompt"] = body.add_generation_prompt
-    return options or None
-
-
-def _take_opening(body: ChatBody, messages: list[dict[str, Any]]) -> str:
-    """Take the assistant's last message, which is to be continued, off the others; return its text."""
-    allowed = None
-    if body.add_generation_prompt:
-        allowed = "without add_generation_prompt"
-    elif len(messages) < 2 or messages[-1]["role"] != "assistant":
-        allowed = "where the last of several messages is the assistant's"
-    if allowed is not None:
-        message = f"continue_final_message is true; allowed: only {allowed}"
-        raise RequestError(message, param="continue_final_message")
-    text: str = messages.pop()["content"]
-    return text
-
-
-async def continued(engine: Engine, job: Job) -> list[int]:
-    """Return the prompt for a message that the assistant has begun: up to its turn, then what it said."""
-    (messages,) = cast("Sequence[list[dict[str, Any]]]", job.prompts)
-    ids = await engine.chat_prompt(messages, **(job.options or {}))
-    return ids + await engine.tokenize(str(job.opening), parse_special=False, add_special=False)
 
 
 def _prompts(prompt: str | list[Any]) -> list[Prompt]:

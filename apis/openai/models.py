@@ -17,7 +17,7 @@ IRRELEVANT = frozenset(
         "parallel_tool_calls",  # there are no tools, so there are no calls to be parallel
         "prompt_cache_key",
         "prompt_cache_retention",
-        "renew_session",  # LMDeploy v0.1; every request stands alone here
+        "renew_session",  # LMDeploy v0.1; a request of OpenAI's routes stands alone here
         "safety_identifier",
         "service_tier",
         "session_id",  # LMDeploy v0.1
@@ -107,13 +107,18 @@ class CompletionBody(GenerationBody):
     logprobs: int | None = None
 
 
-class ChatBody(GenerationBody):
-    """Body of POST /v1/chat/completions."""
+class ConversationBody(Body):
+    """How messages become a prompt, wherever they do."""
 
-    messages: str | list[Any]
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None
+
+
+class ChatBody(GenerationBody, ConversationBody):
+    """Body of POST /v1/chat/completions."""
+
+    messages: str | list[Any]
     logprobs: bool | None = None
     max_completion_tokens: int | None = None
     top_logprobs: int | None = None
@@ -121,7 +126,7 @@ class ChatBody(GenerationBody):
     renamed: ClassVar[Mapping[str, str]] = {"logprobs": "top_logprobs", "prompt": "messages"}
 
 
-T = TypeVar("T", bound=GenerationBody)
+T = TypeVar("T", bound=Body)
 
 
 def parse(kind: type[T], data: bytes) -> T:
@@ -136,7 +141,8 @@ def parse(kind: type[T], data: bytes) -> T:
         raise ApiError(400, f"the body is not valid JSON: {shorten(str(error))}", code="invalid_json") from None
     if not isinstance(raw, dict):
         raise ApiError(400, "the body is not a JSON object", code="invalid_json")
-    given = {name: value for name, value in raw.items() if value is not None and name not in IRRELEVANT}
+    ignored = IRRELEVANT - kind.model_fields.keys()
+    given = {name: value for name, value in raw.items() if value is not None and name not in ignored}
     _refuse_unsupported(given, kind)
     try:
         return kind.model_validate(given)
@@ -144,7 +150,7 @@ def parse(kind: type[T], data: bytes) -> T:
         raise _first_error(error) from None
 
 
-def _refuse_unsupported(given: dict[str, Any], kind: type[GenerationBody]) -> None:
+def _refuse_unsupported(given: dict[str, Any], kind: type[Body]) -> None:
     """Drop known fields that ask for nothing; refuse those that ask for something, and unknown ones."""
     for name in list(given):
         if name in kind.model_fields:

@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from slotline.apis.openai.errors import ApiError, send_error, send_json, to_api_error, wrong_method
 from slotline.apis.openai.exchange import Exchange
+from slotline.apis.openai.keys import CLIENT
 from slotline.apis.openai.service import Service
 from slotline.apis.openai.streams import ClientGone, check_content_type, read_body
 from slotline.engine import Engine
@@ -44,6 +45,7 @@ class Post(ABC):
     """POST a JSON body, get JSON or a stream. Plain ASGI, so that a host's own error pages never answer for it."""
 
     prefix = ""  # of the ids of answers
+    renamed: Mapping[str, str] = {}  # the engine's name of a field -> this route's, for errors
 
     def __init__(self, service: Service) -> None:
         self.service = service
@@ -66,7 +68,7 @@ class Post(ABC):
         except ClientGone:
             return
         except Exception as error:
-            await send_error(send, to_api_error(error, str(request_id)), request_id)
+            await send_error(send, to_api_error(error, str(request_id), self.renamed), request_id)
             return
         if isinstance(reply, Exchange):
             await reply.run(receive, send)
@@ -91,6 +93,6 @@ def _checked_id(given: str | None) -> str | None:
 
 
 def _client(scope: Scope) -> str | None:
-    """Return whose share of the queue a request takes: the address it came from."""
+    """Return whose share of the queue a request takes: the key it came with, or its address."""
     peer = scope.get("client")
-    return str(peer[0]) if peer else None
+    return scope.get(CLIENT) or (str(peer[0]) if peer else None)

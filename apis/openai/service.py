@@ -29,6 +29,8 @@ class Settings:
         body_timeout: seconds for a body to arrive, then 408.
         write_timeout: seconds a client may leave what was written unread, then its request is aborted.
         request_timeout: seconds for a whole answer, then 504; None = no limit.
+        max_sessions: conversations that the server keeps for /v1/chat/interactive; 0 keeps none.
+        session_timeout: seconds that one is kept after its last answer.
     """
 
     served_model_name: tuple[str, ...] = ()
@@ -36,6 +38,8 @@ class Settings:
     body_timeout: float = 60.0
     write_timeout: float = 30.0
     request_timeout: float | None = None
+    max_sessions: int = 256
+    session_timeout: float = 3600.0
 
 
 class EngineLifespan:
