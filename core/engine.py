@@ -185,8 +185,7 @@ class Engine:
         params = params or SamplingParams()
         if adapter is not None:
             raise UnsupportedParameter("adapter is not supported by this backend; leave it out", param="adapter")
-        if deadline is not None and not deadline > 0:
-            raise InvalidParameter.of("deadline", deadline, "seconds, more than 0")
+        self._intake.check_place(priority, cache_salt, deadline)
         request_id = self._new_id(request_id)
         resolved = self._intake.resolve(params)
         token_ids, cut = self._intake.truncated(

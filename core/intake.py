@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from slotline.model import Model
 
 SEED_MASK = (1 << 64) - 1
+PRIORITY = 2**31  # priorities are under it, and at least its negative: they sit in arrays
+MAX_SALT = 1024  # characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +140,19 @@ class Intake:
         if width > cap:
             raise InvalidParameter.of(name, width, f"0 to {cap}", "Ask for fewer, or raise max_logprobs.")
         return width, []
+
+    def check_place(self, priority: Any, cache_salt: Any, deadline: Any) -> None:
+        """Refuse what says nothing about the answer, but where its sequences stand, if it is out of range.
+
+        Raises:
+            InvalidParameter: naming the argument.
+        """
+        if isinstance(priority, bool) or not isinstance(priority, int) or not -PRIORITY <= priority < PRIORITY:
+            raise InvalidParameter.of("priority", priority, f"an integer from {-PRIORITY} to {PRIORITY - 1}")
+        if cache_salt is not None and not (isinstance(cache_salt, str) and 1 <= len(cache_salt) <= MAX_SALT):
+            raise InvalidParameter.of("cache_salt", cache_salt, f"a string of 1 to {MAX_SALT} characters")
+        if deadline is not None and not deadline > 0:
+            raise InvalidParameter.of("deadline", deadline, "seconds, more than 0")
 
     # --- prompts ----------------------------------------------------------------------
 

@@ -335,6 +335,20 @@ async def test_long_texts_are_encoded_and_decoded_off_the_loop(no_blocking: obje
             await engine.detokenize([1, 999999])
 
 
+@pytest.mark.parametrize(
+    "place",
+    [{"priority": 2**31}, {"priority": -(2**70)}, {"priority": True}, {"cache_salt": ""}, {"cache_salt": "x" * 1025}],
+    ids=repr,
+)
+async def test_a_place_that_is_out_of_range_is_refused_and_ends_nothing(place: dict[str, object]) -> None:
+    async with opened() as (engine, _):
+        with pytest.raises(InvalidParameter) as caught:
+            await engine.generate("abc", **place)
+        assert caught.value.param == next(iter(place))
+        for priority in (-(2**31), 2**31 - 1):
+            assert (await engine.generate("abc", priority=priority)).finish_reason is not None
+
+
 async def test_a_request_beyond_the_kv_pool_is_refused_at_intake() -> None:
     async with opened(kv_cache_tokens=64) as (engine, _):
         assert engine.max_model_len == 64
