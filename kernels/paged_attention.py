@@ -2,11 +2,11 @@
 
     o = softmax(scale q K^T) V        over the row's own keys, or the last ``window`` of them
 
-A row's keys are cut into splits of fixed length; a work list on the device says which (row, split) pairs there are,
-and a fixed number of programs share it. So the grid is static, which a CUDA graph needs, rows of any length mix, and
-the order of every sum depends on the row's own length alone. A row with one split writes its output at once; for others
-a second kernel joins the partial results. GQA: the query heads of a KV head are the rows of one matrix product, padded
-to 16.
+A row's keys are cut into splits; a work list on the device says which there are. A program takes one of them and one KV
+head: a fixed number of programs are launched, which a CUDA graph needs, and go on to a further item where there are
+more. A row with one split writes its output at once. Of other rows, the program that finishes last joins the partial
+results, in the order of the splits: the bits depend on the row's own length and on how it is cut, not on who came last.
+GQA: the query heads of a KV head are the rows of one matrix product, padded to 16.
 Online softmax: Milakov and Gimelshein, 2018; splits: "Flash-Decoding", Dao et al., 2023.
 """
 
@@ -19,14 +19,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slotline.kernels.launch import jit, padded
+from slotline.kernels.dependent import launching, release, wait
+from slotline.kernels.launch import jit, padded, varying
 
-SPLIT = (
-    512  # keys, unless a work list says otherwise: short ones fill the machine at small batches, long ones save joins
-)
-PROGRAMS = 132 * 16  # one warp each; together they fill the machine's memory pipes
+SPLIT = 512  # keys, where rows must be cut alike in every batch
+PROGRAMS = 132 * 24  # launched at least, where there may be as many items: one without an item costs next to nothing
 LOG2E = 1.4426950408889634
 MAX_ROWS = 4096
+MAX_KV_HEADS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,38 +34,83 @@ class WorkList:
     """Which splits there are, for one window; valid until lengths change.
 
     Attributes:
-        first: [B + 1] int32, the items of row b are ``first[b] .. first[b + 1]``.
-        rows: [capacity] int32, whose item it is.
-        split: keys of an item.
+        items: [capacity, 4] int32: the row, its first key, the row's keys, and its table row (-1: not known).
+        total: [1] int32, how many items there are.
+        arrived: [B, MAX_KV_HEADS] int32, how many splits of a row are done; all 0 between launches.
+        split: keys of an item, unless its row has more than ``most`` such.
+        most: splits of a row; 0 is any number.
+        listed: whether the items name table rows.
     """
 
-    first: Tensor
-    rows: Tensor
+    items: Tensor
+    total: Tensor
+    arrived: Tensor
     split: int = SPLIT
+    most: int = 0
+    listed: bool = False
+
+
+def split_for(rows: int) -> tuple[int, int]:
+    """Return how to cut the rows of a batch: keys a split, and most splits a row; measured on one H200."""
+    if rows <= 2:
+        return 64, 16
+    if rows <= 8:
+        return 128, 16
+    return (512, 16) if rows <= 24 else (1024, 8) if rows <= 128 else (2048, 8)
 
 
 @jit
-def _count_kernel(
-    lengths: tl.tensor, first: tl.tensor, rows: int, window: int, LANES: tl.constexpr, SPLIT: tl.constexpr
+def _cut(length: tl.tensor, window: int, split: int, most: int) -> tuple[tl.tensor, ...]:
+    """Return the first key of the first split, the keys of a split, and how many splits there are."""
+    oldest = tl.where(window > 0, tl.maximum(length - window, 0), 0)
+    first = oldest // split
+    units = tl.where(length > 0, (length + split - 1) // split - first, 0)
+    each = tl.where(most > 0, tl.maximum((units + most - 1) // tl.maximum(most, 1), 1), 1)
+    return first * split, each * split, (units + each - 1) // each
+
+
+@varying("rows", "window", "split", "most")
+def _list_kernel(
+    lengths: tl.tensor,
+    table_rows: tl.tensor,
+    items: tl.tensor,
+    total: tl.tensor,
+    arrived: tl.tensor,
+    rows: int,
+    window: int,
+    split: int,
+    most: int,
+    LANES: tl.constexpr,
+    HEADS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    LISTED: tl.constexpr,
 ) -> None:
-    lane = tl.arange(0, LANES)
-    length = tl.load(lengths + lane, mask=lane < rows, other=0)
-    begin = tl.where(window > 0, tl.maximum(length - window, 0), 0)
-    count = tl.where(length > 0, (length + SPLIT - 1) // SPLIT - begin // SPLIT, 0)
-    tl.store(first + lane + 1, tl.cumsum(count, 0), mask=lane < rows)
-    tl.store(first + lane, tl.zeros_like(count), mask=lane == 0)
-
-
-@jit
-def _list_kernel(first: tl.tensor, rows: tl.tensor, CHUNK: tl.constexpr) -> None:
     row = tl.program_id(0)
-    begin, end = tl.load(first + row), tl.load(first + row + 1)
-    for at in range(begin, end, CHUNK):
-        lane = at + tl.arange(0, CHUNK)
-        tl.store(rows + lane, tl.full((CHUNK,), 0, tl.int32) + row, mask=lane < end)
+    lane = tl.arange(0, LANES)
+    _, _, counts = _cut(tl.load(lengths + lane, mask=lane < rows, other=0), window, split, most)
+    begin = tl.sum(tl.where(lane < row, counts, 0), 0)
+    tl.store(total, tl.sum(counts, 0), mask=row == 0)
+    tl.store(arrived + row * HEADS + tl.arange(0, HEADS), tl.zeros((HEADS,), tl.int32))
+    length = tl.load(lengths + row)
+    low, each, count = _cut(length, window, split, most)
+    table_row = tl.load(table_rows + row).to(tl.int32) if LISTED else -1
+    for at in range(0, count, CHUNK):
+        part = at + tl.arange(0, CHUNK)
+        item = items + (begin + part) * 4
+        tl.store(item, tl.zeros_like(part) + row, mask=part < count)
+        tl.store(item + 1, low + part * each, mask=part < count)
+        tl.store(item + 2, tl.zeros_like(part) + length, mask=part < count)
+        tl.store(item + 3, tl.zeros_like(part) + table_row, mask=part < count)
 
 
-def list_splits(lengths: Tensor, capacity: int, window: int = 0, split: int = SPLIT) -> WorkList:
+def list_splits(
+    lengths: Tensor,
+    capacity: int,
+    window: int = 0,
+    split: int = SPLIT,
+    most: int = 0,
+    table_rows: Tensor | None = None,
+) -> WorkList:
     """Return the work list of rows with these lengths; rows of length 0 have no work.
 
     Args:
@@ -73,118 +118,197 @@ def list_splits(lengths: Tensor, capacity: int, window: int = 0, split: int = SP
         capacity: most splits there can be.
         window: how many of the last keys count; 0 is all.
         split: keys of an item, a multiple of the page. One value for all batches makes rows independent of them.
+        most: splits of a row; a longer row gets longer ones. 0 is any number.
+        table_rows: [B] int32; if given here, those given to ``paged_attention`` are not read, which saves it a wait.
     """
-    count = len(lengths)
+    count, device = len(lengths), lengths.device
     if count > MAX_ROWS:
         raise ValueError(f"{count} rows are more than {MAX_ROWS}")
-    first = torch.empty(count + 1, dtype=torch.int32, device=lengths.device)
-    rows = torch.empty(capacity, dtype=torch.int32, device=lengths.device)
-    _count_kernel[(1,)](lengths, first, count, window, LANES=padded(count), SPLIT=split, num_warps=4)
-    _list_kernel[(count,)](first, rows, CHUNK=16, num_warps=1)
-    return WorkList(first, rows, split)
+    items = torch.empty((capacity, 4), dtype=torch.int32, device=device)
+    total = torch.empty(1, dtype=torch.int32, device=device)
+    arrived = torch.empty((count, MAX_KV_HEADS), dtype=torch.int32, device=device)
+    _list_kernel[(count,)](
+        lengths, lengths if table_rows is None else table_rows, items, total, arrived, count, window, split,
+        most, LANES=padded(count), HEADS=MAX_KV_HEADS, CHUNK=16, LISTED=table_rows is not None,
+        num_warps=1,
+    )  # fmt: skip
+    return WorkList(items, total, arrived, split, most, table_rows is not None)
 
 
 @jit
+def _attend_span(
+    query: tl.tensor,
+    k_head: tl.tensor,
+    v_head: tl.tensor,
+    table: tl.tensor,
+    low: tl.tensor,
+    high: tl.tensor,
+    scale: float,
+    cap: float,
+    GROUP_PAD: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    CAPPED: tl.constexpr,
+) -> tuple[tl.tensor, ...]:
+    """Return peak [G], mass [G] and sum [G, D] of keys low .. high."""
+    dim, key = tl.arange(0, DIM_PAD), tl.arange(0, PAGE)
+    peak = tl.full((GROUP_PAD,), float("-inf"), tl.float32)
+    mass = tl.zeros((GROUP_PAD,), tl.float32)
+    acc = tl.zeros((GROUP_PAD, DIM_PAD), tl.float32)
+    last = (high + PAGE - 1) // PAGE
+    block = tl.load(table + low // PAGE)
+    for page in range(low // PAGE, last):
+        base = block.to(tl.int64) * (KV_HEADS * PAGE * DIM)
+        block = tl.load(table + page + 1, mask=page + 1 < last, other=0)  # read ahead, so that pages can be, too
+        at = page * PAGE + key
+        across = key[None, :] * DIM + dim[:, None]
+        keys = tl.load(k_head + base + across, mask=(dim < DIM)[:, None], other=0.0)  # [D, P]
+        # What a page holds past its end may be anything. Left out in the load, it costs nothing more.
+        held = (at < high)[:, None] & (dim < DIM)[None, :]
+        values = tl.load(v_head + base + key[:, None] * DIM + dim[None, :], mask=held, other=0.0)
+        logits = tl.dot(query, keys, input_precision="ieee") * scale  # [G, P], of base 2 unless capped
+        if CAPPED:
+            ratio = logits / cap
+            logits = cap * 1.4426950408889634 * (2.0 / (1.0 + tl.exp(-2.0 * ratio)) - 1.0)  # tanh
+        logits = tl.where(((at >= low) & (at < high))[None, :], logits, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(logits, 1))
+        shrink = tl.exp2(peak - new_peak)
+        weights = tl.exp2(logits - new_peak[:, None])
+        acc = acc * shrink[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+        mass = mass * shrink + tl.sum(weights, 1)
+        peak = new_peak
+    return peak, mass, acc
+
+
+@jit
+def _join(
+    partial: tl.tensor,
+    sums: tl.tensor,
+    target: tl.tensor,
+    place: tl.tensor,
+    count: tl.tensor,
+    GROUP: tl.constexpr,
+    TIGHT: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> None:
+    """Store the joint result of a row's splits; ``place`` is the first one's first head among all partial results."""
+    part, line, dim = tl.arange(0, CHUNK), tl.arange(0, TIGHT), tl.arange(0, DIM_PAD)
+    peak = tl.full((TIGHT,), float("-inf"), tl.float32)
+    mass = tl.zeros((TIGHT,), tl.float32)
+    acc = tl.zeros((TIGHT, DIM_PAD), tl.float32)
+    for at in range(0, count, CHUNK):
+        there = (at + part < count)[:, None] & (line < GROUP)[None, :]
+        source = place + (at + part)[:, None] * (KV_HEADS * GROUP) + line[None, :]
+        # Others wrote these: a cache that is this multiprocessor's own does not know them.
+        logs = tl.load(sums + source, mask=there, other=float("-inf"), cache_modifier=".cg")  # [S, G]
+        inside = there[:, :, None] & (dim < DIM)[None, None, :]
+        results = tl.load(
+            partial + source[:, :, None] * DIM + dim[None, None, :], mask=inside, other=0.0, cache_modifier=".cg"
+        )
+        new_peak = tl.maximum(peak, tl.max(logs, 0))
+        safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # a line that only pads
+        shrink, shares = tl.exp2(peak - safe), tl.exp2(logs - safe[None, :])
+        acc = acc * shrink[:, None] + tl.sum(shares[:, :, None] * results, 0)
+        mass = mass * shrink + tl.sum(shares, 0)
+        peak = new_peak
+    inside = (line < GROUP)[:, None] & (dim < DIM)[None, :]
+    tl.store(target + line[:, None] * DIM + dim[None, :], acc / mass[:, None], mask=inside)
+
+
+@varying("window", "split", "most")
 def _attend_kernel(
     q: tl.tensor,
     k_pages: tl.tensor,
     v_pages: tl.tensor,
     tables: tl.tensor,
     table_rows: tl.tensor,
-    lengths: tl.tensor,
-    first: tl.tensor,
-    item_rows: tl.tensor,
+    items: tl.tensor,
+    total: tl.tensor,
+    arrived: tl.tensor,
     out: tl.tensor,
     partial: tl.tensor,
     sums: tl.tensor,
     table_stride: int,
-    batch: int,
     scale: float,
     cap: float,
     window: int,
+    split: int,
+    most: int,
     GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr,
+    TIGHT: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
     PAGE: tl.constexpr,
-    SPLIT: tl.constexpr,
+    ARRIVED: tl.constexpr,
+    CHUNK: tl.constexpr,
     CAPPED: tl.constexpr,
+    LISTED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:
-    head = tl.program_id(1)
-    total = tl.load(first + batch)
-    line, dim, key = tl.arange(0, GROUP_PAD), tl.arange(0, DIM_PAD), tl.arange(0, PAGE)
-    for item in range(tl.program_id(0), total, tl.num_programs(0)):
-        row = tl.load(item_rows + item)
-        begin_item, end_item = tl.load(first + row), tl.load(first + row + 1)
-        length = tl.load(lengths + row)
-        oldest = tl.where(window > 0, tl.maximum(length - window, 0), 0)
-        split = item - begin_item + oldest // SPLIT
-        low = split * SPLIT
-        high = tl.minimum(low + SPLIT, length)
-        table = tables + tl.load(table_rows + row).to(tl.int64) * table_stride
-        inside = (line < GROUP)[:, None] & (dim < DIM)[None, :]
+    head, item = tl.program_id(0), tl.program_id(1)
+    release(DEPENDENT)
+    wait(DEPENDENT)
+    # The item is read beside the total, not after it: the first one is there whatever the total.
+    row, low, length = tl.load(items + item * 4), tl.load(items + item * 4 + 1), tl.load(items + item * 4 + 2)
+    table_row = tl.load(items + item * 4 + 3)
+    end = tl.load(total)
+    line, dim = tl.arange(0, GROUP_PAD), tl.arange(0, DIM_PAD)
+    inside = (line < GROUP)[:, None] & (dim < DIM)[None, :]
+    tile = line[:, None] * DIM + dim[None, :]
+    while item < end:
+        begin, each, count = _cut(length, window, split, most)
+        if not LISTED:
+            table_row = tl.load(table_rows + row).to(tl.int32)
         heads = (row.to(tl.int64) * KV_HEADS + head) * GROUP
-        query = tl.load(q + (heads + line)[:, None] * DIM + dim[None, :], mask=inside, other=0.0)  # [G, D]
-        peak = tl.full((GROUP_PAD,), float("-inf"), tl.float32)
-        mass = tl.zeros((GROUP_PAD,), tl.float32)
-        acc = tl.zeros((GROUP_PAD, DIM_PAD), tl.float32)
-        for page in range(tl.maximum(low, oldest) // PAGE, (high + PAGE - 1) // PAGE):
-            block = tl.load(table + page).to(tl.int64)
-            base = (block * KV_HEADS + head) * PAGE * DIM
-            fits = (dim < DIM)[:, None]
-            keys = tl.load(k_pages + base + key[None, :] * DIM + dim[:, None], mask=fits, other=0.0)  # [D, P]
-            logits = tl.dot(query, keys, input_precision="ieee") * scale  # [G, P]
-            if CAPPED:
-                ratio = logits / cap
-                logits = cap * (2.0 / (1.0 + tl.exp(-2.0 * ratio)) - 1.0)  # tanh
-            logits = logits * 1.4426950408889634
-            at = page * PAGE + key
-            seen = (at >= oldest) & (at < high)
-            logits = tl.where(seen[None, :], logits, float("-inf"))
-            new_peak = tl.maximum(peak, tl.max(logits, 1))
-            shrink = tl.exp2(peak - new_peak)
-            weights = tl.exp2(logits - new_peak[:, None])
-            values = tl.load(v_pages + base + key[:, None] * DIM + dim[None, :], mask=(dim < DIM)[None, :], other=0.0)
-            values = tl.where(seen[:, None], values, 0.0)  # what a page holds past its end may be anything
-            acc = acc * shrink[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
-            mass = mass * shrink + tl.sum(weights, 1)
-            peak = new_peak
+        query = tl.load(q + heads * DIM + tile, mask=inside, other=0.0)  # [G, D]
+        oldest = tl.where(window > 0, tl.maximum(length - window, 0), 0)
+        peak, mass, acc = _attend_span(
+            query, k_pages + head * (PAGE * DIM), v_pages + head * (PAGE * DIM),
+            tables + table_row.to(tl.int64) * table_stride, tl.maximum(low, oldest), tl.minimum(low + each, length),
+            scale, cap, GROUP_PAD, KV_HEADS, DIM, DIM_PAD, PAGE, CAPPED,
+        )  # fmt: skip
         result = acc / mass[:, None]
-        if end_item - begin_item == 1:
-            tl.store(out + (heads + line)[:, None] * DIM + dim[None, :], result, mask=inside)
+        if count == 1:
+            tl.store(out + heads * DIM + tile, result, mask=inside)
         else:
-            place = ((tl.full((), 0, tl.int64) + item) * KV_HEADS + head) * GROUP + line
-            tl.store(partial + place[:, None] * DIM + dim[None, :], result, mask=inside)
-            tl.store(sums + place, peak + tl.log2(mass), mask=line < GROUP)
+            place = (item.to(tl.int64) * KV_HEADS + head) * GROUP
+            tl.store(partial + place * DIM + tile, result, mask=inside)
+            tl.store(sums + place + line, peak + tl.log2(mass), mask=line < GROUP)
+            tl.debug_barrier()  # all threads have stored before one of them says so
+            counter = arrived + row * ARRIVED + head
+            if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == count - 1:
+                tl.store(counter, 0)  # for the next launch
+                place -= ((low - begin) // each).to(tl.int64) * (KV_HEADS * GROUP)
+                _join(
+                    partial, sums, out + heads * DIM, place, count, GROUP, TIGHT, KV_HEADS, DIM, DIM_PAD, CHUNK
+                )  # fmt: skip
+        item += tl.num_programs(1)
+        more = item < end
+        row, low = tl.load(items + item * 4, mask=more, other=0), tl.load(items + item * 4 + 1, mask=more, other=0)
+        length = tl.load(items + item * 4 + 2, mask=more, other=0)
+        table_row = tl.load(items + item * 4 + 3, mask=more, other=0)
 
 
-@jit
-def _join_kernel(
-    partial: tl.tensor,
-    sums: tl.tensor,
-    first: tl.tensor,
-    out: tl.tensor,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
-) -> None:
-    row, head = tl.program_id(0), tl.program_id(1)
-    begin, end = tl.load(first + row), tl.load(first + row + 1)
-    if end - begin > 1:
-        dim = tl.arange(0, DIM_PAD)
-        peak = tl.full((), float("-inf"), tl.float32)
-        mass = tl.zeros((), tl.float32)
-        acc = tl.zeros((DIM_PAD,), tl.float32)
-        for item in range(begin, end):
-            place = (tl.full((), 0, tl.int64) + item) * HEADS + head
-            weight = tl.load(sums + place)
-            new_peak = tl.maximum(peak, weight)
-            shrink, share = tl.exp2(peak - new_peak), tl.exp2(weight - new_peak)
-            acc = acc * shrink + share * tl.load(partial + place * DIM + dim, mask=dim < DIM, other=0.0)
-            mass = mass * shrink + share
-            peak = new_peak
-        tl.store(out + (row.to(tl.int64) * HEADS + head) * DIM + dim, acc / mass, mask=dim < DIM)
+def _settings(rows: int, row_bytes: int, full: bool) -> dict[str, int]:
+    """Return warps and stages, measured on one H200.
+
+    Many small programs hide the latency of memory where there are enough rows for them. Full precision multiplies
+    without matrix units and needs the registers of more warps, as large heads do.
+    """
+    if full:
+        return {"num_warps": 4, "num_stages": 2 if row_bytes <= 512 else 1}
+    if row_bytes > 256:
+        return {"num_warps": 4, "num_stages": 2}
+    if rows <= 2:
+        return {"num_warps": 4, "num_stages": 3}
+    return {"num_warps": 1, "num_stages": 3} if rows <= 32 else {"num_warps": 2, "num_stages": 2}
 
 
 def paged_attention(
@@ -199,6 +323,7 @@ def paged_attention(
     scale: float,
     window: int = 0,
     soft_cap: float = 0.0,
+    dependent: bool = False,
 ) -> Tensor:
     """Return [B, Hq, D] the attention of one query a row; rows of length 0 keep what is in memory.
 
@@ -211,20 +336,26 @@ def paged_attention(
         work: from ``list_splits`` with the same lengths and window.
         window: how many of the last keys count; 0 is all.
         soft_cap: logits x become cap tanh(x / cap); 0 is off.
+        dependent: launch before the kernel in front is done, see `dependent`.
     """
     batch, heads, dim = q.shape
     _, kv_heads, page, _ = k_pages.shape
+    if kv_heads > MAX_KV_HEADS:
+        raise ValueError(f"{kv_heads} KV heads are more than {MAX_KV_HEADS}")
     out = torch.empty_like(q)
-    capacity = len(work.rows)
+    capacity = len(work.items)
     partial = torch.empty((capacity, heads, dim), dtype=torch.float32, device=q.device)
     sums = torch.empty((capacity, heads), dtype=torch.float32, device=q.device)
-    programs = min(capacity, triton.cdiv(PROGRAMS, kv_heads))
     shape = {"DIM": dim, "DIM_PAD": padded(dim)}
-    _attend_kernel[(programs, kv_heads)](
-        q, k_pages, v_pages, tables, table_rows, lengths, work.first, work.rows, out, partial, sums,
-        tables.stride(0), batch, scale, soft_cap, window,
-        GROUP=heads // kv_heads, GROUP_PAD=padded(heads // kv_heads), KV_HEADS=kv_heads, PAGE=page, SPLIT=work.split,
-        CAPPED=soft_cap > 0, **shape, num_warps=4, num_stages=2,
+    group = heads // kv_heads
+    settings = _settings(batch, dim * q.element_size(), q.dtype is torch.float32)
+    tight = triton.next_power_of_2(group)
+    room = 2048 * settings["num_warps"] // (tight * padded(dim))  # what fits in registers
+    _attend_kernel[(kv_heads, min(capacity, max(triton.cdiv(PROGRAMS, kv_heads), 2 * batch)))](
+        q, k_pages, v_pages, tables, table_rows, work.items, work.total, work.arrived, out, partial, sums,
+        tables.stride(0), scale if soft_cap else scale * LOG2E, soft_cap, window, work.split, work.most,
+        GROUP=group, GROUP_PAD=padded(group), TIGHT=tight, KV_HEADS=kv_heads, PAGE=page, ARRIVED=MAX_KV_HEADS,
+        CHUNK=min(max(room, 2), 16), CAPPED=soft_cap > 0, LISTED=work.listed, **shape, **settings,
+        **launching(dependent, q.device),
     )  # fmt: skip
-    _join_kernel[(batch, heads)](partial, sums, work.first, out, HEADS=heads, **shape, num_warps=1)
     return out

@@ -15,9 +15,11 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from slotline.kernels.dependent import launching, release, wait
 from slotline.kernels.launch import jit, padded
 
-TILE = 64  # queries a program
+LOG2E = 1.4426950408889634
+TILE = 128  # queries a program
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +30,7 @@ class Chunks:
         begins: [R + 1] int32, the chunk's queries are ``begins[r] .. begins[r + 1]``.
         starts: [R] int32, position of its first query.
         table_rows: [R] int32, its table row.
-        tile_chunks, tile_numbers: [tiles] int32.
+        tile_chunks, tile_numbers: [tiles] int32; of no chunk (-1), a tile is passed over.
     """
 
     begins: Tensor
@@ -48,6 +50,66 @@ def list_tiles(starts: list[int], counts: list[int], table_rows: list[int], devi
         begins.append(begins[-1] + count)
     columns = begins, starts, table_rows, [t[1] for t in tiles], [t[2] for t in tiles]
     return Chunks(*(torch.tensor(column, dtype=torch.int32, device=device) for column in columns))
+
+
+@jit
+def _pages(
+    query: tl.tensor,
+    k_head: tl.tensor,
+    v_head: tl.tensor,
+    table: tl.tensor,
+    position: tl.tensor,
+    first: tl.tensor,
+    last: tl.tensor,
+    top: tl.tensor,
+    peak: tl.tensor,
+    mass: tl.tensor,
+    acc: tl.tensor,
+    scale: float,
+    cap: float,
+    window: int,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    CAPPED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    MASKED: tl.constexpr,
+) -> tuple[tl.tensor, ...]:
+    """Return peak [M], mass [M] and sum [M, D] with pages first .. last added; unmasked, all queries see all keys."""
+    dim, key = tl.arange(0, DIM_PAD), tl.arange(0, PAGE)
+    block = tl.load(table + first, mask=first < last, other=0)
+    for page in range(first, last):
+        base = block.to(tl.int64) * (KV_HEADS * PAGE * DIM)
+        block = tl.load(table + page + 1, mask=page + 1 < last, other=0)  # read ahead, so that pages can be, too
+        at = page * PAGE + key
+        held = (dim < DIM)[None, :]
+        if MASKED:  # what a page holds past its end may be anything; left out in the load, it costs nothing more
+            held = held & (at < top)[:, None]
+        across = key[None, :] * DIM + dim[:, None]
+        keys = tl.load(k_head + base + across, mask=(dim < DIM)[:, None], other=0.0)  # [D, P]
+        values = tl.load(v_head + base + key[:, None] * DIM + dim[None, :], mask=held, other=0.0)
+        logits = tl.dot(query, keys, input_precision="ieee")  # [M, P]
+        if CAPPED:
+            ratio = logits * scale / cap
+            logits = cap * 1.4426950408889634 * (2.0 / (1.0 + tl.exp(-2.0 * ratio)) - 1.0)  # tanh
+        else:
+            logits = logits * scale
+        if MASKED:
+            seen = at[None, :] <= position[:, None]
+            if WINDOWED:
+                seen = seen & (at[None, :] > position[:, None] - window)
+            logits = tl.where(seen, logits, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(logits, 1))
+        under = new_peak
+        if WINDOWED:  # a query may have seen no key yet
+            under = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        shrink = tl.exp2(peak - under)
+        weights = tl.exp2(logits - under[:, None])
+        mass = mass * shrink + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None], input_precision="ieee")
+        peak = new_peak
+    return peak, mass, acc
 
 
 @jit
@@ -72,55 +134,67 @@ def _prefill_kernel(
     DIM_PAD: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
+    PARTS: tl.constexpr,
     CAPPED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:
-    head = tl.program_id(1)
-    chunk = tl.load(tile_chunks + tl.program_id(0))
-    number = tl.load(tile_numbers + tl.program_id(0))
+    head, tile = tl.program_id(0), tl.program_id(1) // PARTS
+    release(DEPENDENT)
+    wait(DEPENDENT)
+    chunk = tl.load(tile_chunks + tile)
+    if chunk < 0:
+        return
+    number = tl.load(tile_numbers + tile) * PARTS + tl.program_id(1) % PARTS
     begin, end = tl.load(begins + chunk), tl.load(begins + chunk + 1)
+    if number * TILE >= end - begin:
+        return
     start = tl.load(starts + chunk)
-    line, dim, key = tl.arange(0, TILE), tl.arange(0, DIM_PAD), tl.arange(0, PAGE)
+    line, dim = tl.arange(0, TILE), tl.arange(0, DIM_PAD)
     token = number * TILE + line
-    real = token < end - begin
-    position = start + token
+    lowest = start + number * TILE  # position of the tile's first query
     source = ((begin + token).to(tl.int64) * HEADS + head)[:, None] * DIM + dim[None, :]
-    inside = real[:, None] & (dim < DIM)[None, :]
+    inside = (token < end - begin)[:, None] & (dim < DIM)[None, :]
     query = tl.load(q + source, mask=inside, other=0.0)  # [M, D]
     table = tables + tl.load(table_rows + chunk).to(tl.int64) * table_stride
     kv_head = head // (HEADS // KV_HEADS)
-    top = tl.minimum(start + (number + 1) * TILE, start + end - begin)  # keys that some query of the tile sees
-    oldest = tl.where(window > 0, tl.maximum(start + number * TILE - window + 1, 0), 0)
+    k_head, v_head = k_pages + kv_head * (PAGE * DIM), v_pages + kv_head * (PAGE * DIM)
+    top = tl.minimum(lowest + TILE, start + end - begin)  # keys that some query of the tile sees
     peak = tl.full((TILE,), float("-inf"), tl.float32)
     mass = tl.zeros((TILE,), tl.float32)
     acc = tl.zeros((TILE, DIM_PAD), tl.float32)
-    for page in range(oldest // PAGE, (top + PAGE - 1) // PAGE):
-        block = tl.load(table + page).to(tl.int64)
-        base = (block * KV_HEADS + kv_head) * PAGE * DIM
-        keys = tl.load(k_pages + base + key[None, :] * DIM + dim[:, None], mask=(dim < DIM)[:, None], other=0.0)
-        logits = tl.dot(query, keys, input_precision="ieee") * scale  # [M, P]
-        if CAPPED:
-            ratio = logits / cap
-            logits = cap * (2.0 / (1.0 + tl.exp(-2.0 * ratio)) - 1.0)  # tanh
-        at = page * PAGE + key
-        seen = at[None, :] <= position[:, None]
-        if window > 0:
-            seen = seen & (at[None, :] > position[:, None] - window)
-        logits = tl.where(seen, logits * 1.4426950408889634, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(logits, 1))
-        base_peak = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # a query that has seen no key yet
-        shrink = tl.exp2(peak - base_peak)
-        weights = tl.exp2(logits - base_peak[:, None])
-        values = tl.load(v_pages + base + key[:, None] * DIM + dim[None, :], mask=(dim < DIM)[None, :], other=0.0)
-        values = tl.where((at < top)[:, None], values, 0.0)  # what a page holds past its end may be anything
-        acc = acc * shrink[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
-        mass = mass * shrink + tl.sum(weights, 1)
-        peak = new_peak
+    whole = (lowest + 1) // PAGE  # pages that all queries see up to their last key
+    first = 0
+    if WINDOWED:
+        oldest = tl.maximum(lowest - window + 1, 0)
+        first = tl.minimum((tl.maximum(lowest + TILE - window, 0) + PAGE - 1) // PAGE, whole)
+        peak, mass, acc = _pages(
+            query, k_head, v_head, table, start + token, oldest // PAGE, first, top, peak, mass, acc,
+            scale, cap, window, KV_HEADS, DIM, DIM_PAD, PAGE, CAPPED, WINDOWED, True,
+        )  # fmt: skip
+        whole = tl.maximum(whole, oldest // PAGE)
+    peak, mass, acc = _pages(
+        query, k_head, v_head, table, start + token, first, whole, top, peak, mass, acc,
+        scale, cap, window, KV_HEADS, DIM, DIM_PAD, PAGE, CAPPED, WINDOWED, False,
+    )  # fmt: skip
+    peak, mass, acc = _pages(
+        query, k_head, v_head, table, start + token, whole, (top + PAGE - 1) // PAGE, top, peak, mass, acc,
+        scale, cap, window, KV_HEADS, DIM, DIM_PAD, PAGE, CAPPED, WINDOWED, True,
+    )  # fmt: skip
     tl.store(out + source, acc / tl.where(mass > 0, mass, 1.0)[:, None], mask=inside)
 
 
-def _stages(row_bytes: int) -> int:
-    """Return how many pages are on their way at once: as many as fit beside the tile in shared memory."""
-    return 3 if row_bytes <= 256 else 2 if row_bytes <= 512 else 1
+def _settings(dim: int, size: int) -> dict[str, int]:
+    """Return how many parts a tile is taken in, warps, and stages.
+
+    Measured on one H200: two small programs side by side beat one large one, since one multiplies while the other
+    takes exponentials. Without matrix units, the smallest tile keeps the program short.
+    """
+    if size > 2:
+        return {"PARTS": 8, "num_warps": 4, "num_stages": 2 if dim <= 128 else 1}
+    if dim > 128:
+        return {"PARTS": 2, "num_warps": 4, "num_stages": 2}
+    return {"PARTS": 2, "num_warps": 4, "num_stages": 3}
 
 
 def prefill_attention(
@@ -133,6 +207,7 @@ def prefill_attention(
     scale: float,
     window: int = 0,
     soft_cap: float = 0.0,
+    dependent: bool = False,
 ) -> Tensor:
     """Return [T, Hq, D] the attention of all chunks' queries.
 
@@ -142,14 +217,17 @@ def prefill_attention(
         tables: [S, pages] int32, the blocks of each table row.
         window: how many of the last keys count; 0 is all.
         soft_cap: logits x become cap tanh(x / cap); 0 is off.
+        dependent: launch before the kernel in front is done, see `dependent`.
     """
     _, heads, dim = q.shape
     _, kv_heads, page, _ = k_pages.shape
     out = torch.empty_like(q)
-    _prefill_kernel[(len(chunks.tile_chunks), heads)](
+    settings = _settings(dim, q.element_size())
+    parts = settings["PARTS"]
+    _prefill_kernel[(heads, len(chunks.tile_chunks) * parts)](
         q, k_pages, v_pages, tables, chunks.begins, chunks.starts, chunks.table_rows, chunks.tile_chunks,
-        chunks.tile_numbers, out, tables.stride(0), scale, soft_cap, window,
-        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, DIM_PAD=padded(dim), PAGE=page, TILE=TILE, CAPPED=soft_cap > 0,
-        num_warps=4, num_stages=_stages(dim * q.element_size()),
+        chunks.tile_numbers, out, tables.stride(0), scale if soft_cap else scale * LOG2E, soft_cap, window,
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, DIM_PAD=padded(dim), PAGE=page, TILE=TILE // parts,
+        CAPPED=soft_cap > 0, WINDOWED=window > 0, **settings, **launching(dependent, q.device),
     )  # fmt: skip
     return out

@@ -12,6 +12,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from slotline.kernels.dependent import launching, release, wait
 from slotline.kernels.launch import jit, padded
 
 
@@ -26,10 +27,14 @@ def _norm_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:
+    release(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     inside = lane < WIDTH
+    gain = tl.load(weight + lane, mask=inside, other=0.0)
+    wait(DEPENDENT)
     value = tl.load(x + row * stride + lane, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         place = residual + row * WIDTH + lane
@@ -38,17 +43,19 @@ def _norm_kernel(
         value = value.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps)
     normal = (value * scale).to(out.dtype.element_ty)
-    gain = tl.load(weight + lane, mask=inside, other=0.0)
     tl.store(out + row * WIDTH + lane, (normal.to(tl.float32) * gain.to(tl.float32)), mask=inside)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, *, dependent: bool = False
+) -> Tensor:
     """Return the normalised rows; ``residual`` becomes its sum with ``x``, which is what is normalised then.
 
     Args:
         x: [T, H], rows may be strided.
         weight: [H].
         residual: [T, H], changed in place.
+        dependent: launch before the kernel in front is done, see `dependent`.
     """
     rows, width = x.shape
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
@@ -57,5 +64,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     _norm_kernel[(rows,)](
         x, residual if residual is not None else x, weight, out, x.stride(0), eps,
         WIDTH=width, BLOCK=block, ADD=residual is not None, num_warps=warps,
+        **launching(dependent, x.device),
     )  # fmt: skip
     return out

@@ -16,6 +16,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from slotline.kernels.dependent import launching, release, wait
 from slotline.kernels.launch import jit, padded
 
 
@@ -66,7 +67,10 @@ def _rotate_kernel(
     BLOCK: tl.constexpr,
     PAGE: tl.constexpr,
     NORM: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:
+    release(DEPENDENT)
+    wait(DEPENDENT)
     token, head = tl.program_id(0), tl.program_id(1)
     lane = tl.arange(0, BLOCK)
     inside = lane < HALF
@@ -103,6 +107,8 @@ def rotate_and_store(
     k_pages: Tensor,
     v_pages: Tensor,
     norms: HeadNorms | None = None,
+    *,
+    dependent: bool = False,
 ) -> Tensor:
     """Return q [T, Hq, D], rotated; write k, rotated, and v to their pages.
 
@@ -112,6 +118,7 @@ def rotate_and_store(
         positions: [T] of each token in its sequence.
         places: [T] block * P + offset, where its k and v go.
         k_pages, v_pages: [blocks, Hkv, P, D], changed in place.
+        dependent: launch before the kernel in front is done, see `dependent`.
     """
     _, kv_heads, page, dim = k_pages.shape
     tokens, heads = qkv.shape[0], qkv.shape[1] // dim - 2 * kv_heads
@@ -120,6 +127,6 @@ def rotate_and_store(
     _rotate_kernel[(tokens, heads + 2 * kv_heads)](
         qkv, angles, positions, places, out, k_pages, v_pages, weights[0], weights[1], qkv.stride(0), weights[2],
         HEADS=heads, KV_HEADS=kv_heads, HALF=dim // 2, BLOCK=padded(dim // 2), PAGE=page, NORM=norms is not None,
-        num_warps=1,
+        num_warps=1, **launching(dependent, qkv.device),
     )  # fmt: skip
     return out

@@ -5,16 +5,31 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slotline.kernels.paged_attention import SPLIT, WorkList
+from slotline.kernels.paged_attention import MAX_KV_HEADS, SPLIT, WorkList
 
 
-def list_splits(lengths: Tensor, capacity: int, window: int = 0, split: int = SPLIT) -> WorkList:
+def list_splits(
+    lengths: Tensor,
+    capacity: int,
+    window: int = 0,
+    split: int = SPLIT,
+    most: int = 0,
+    table_rows: Tensor | None = None,
+) -> WorkList:
     """Return the work list of rows with these lengths."""
-    oldest = (lengths - window).clamp(min=0) if window else torch.zeros_like(lengths)
-    counts = torch.where(lengths > 0, (lengths + split - 1) // split - oldest // split, 0)
-    first = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
-    rows = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), counts)
-    return WorkList(first, torch.nn.functional.pad(rows, (0, capacity - len(rows))).int(), split)
+    items = torch.zeros((capacity, 4), dtype=torch.int32, device=lengths.device)
+    total = 0
+    for row, length in enumerate(lengths.tolist()):
+        first = max(length - window, 0) // split if window else 0
+        units = -(-length // split) - first
+        each = -(-units // most) if most else 1
+        table_row = -1 if table_rows is None else int(table_rows[row])
+        for unit in range(first, first + units, max(each, 1)):
+            items[total] = torch.tensor([row, unit * split, length, table_row])
+            total += 1
+    arrived = torch.zeros((len(lengths), MAX_KV_HEADS), dtype=torch.int32, device=lengths.device)
+    count = torch.tensor([total], dtype=torch.int32, device=lengths.device)
+    return WorkList(items, count, arrived, split, most, table_rows is not None)
 
 
 def gather(pages: Tensor, blocks: Tensor, length: int) -> Tensor:
@@ -44,6 +59,7 @@ def paged_attention(
     scale: float,
     window: int = 0,
     soft_cap: float = 0.0,
+    dependent: bool = False,
 ) -> Tensor:
     """Return [B, Hq, D] the attention of one query a row."""
     out = torch.zeros_like(q)

@@ -19,6 +19,7 @@ def prefill_attention(
     scale: float,
     window: int = 0,
     soft_cap: float = 0.0,
+    dependent: bool = False,
 ) -> Tensor:
     """Return [T, Hq, D] the attention of all chunks' queries."""
     out = torch.empty_like(q)

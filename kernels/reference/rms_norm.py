@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, *, dependent: bool = False
+) -> Tensor:
     """Return the normalised rows; ``residual`` becomes its sum with ``x``, which is what is normalised then."""
     if residual is not None:
         residual.add_(x)

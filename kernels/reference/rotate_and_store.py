@@ -17,6 +17,8 @@ def rotate_and_store(
     k_pages: Tensor,
     v_pages: Tensor,
     norms: HeadNorms | None = None,
+    *,
+    dependent: bool = False,
 ) -> Tensor:
     """Return q [T, Hq, D], rotated; write k, rotated, and v to their pages."""
     _, kv_heads, page, dim = k_pages.shape

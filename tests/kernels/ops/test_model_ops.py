@@ -1,12 +1,14 @@
 """Norms, activations, rotation with the KV write, and both attentions, against their references."""
 
+import dataclasses
 import os
 
 import pytest
 import torch
 
+from slotline.kernels import paged_attention as paged_attention_module
 from slotline.kernels.gate import ACTIVATIONS, gate
-from slotline.kernels.paged_attention import SPLIT, list_splits, paged_attention
+from slotline.kernels.paged_attention import SPLIT, list_splits, paged_attention, split_for
 from slotline.kernels.prefill_attention import TILE, list_tiles, prefill_attention
 from slotline.kernels.reference import gate as gate_reference
 from slotline.kernels.reference import paged_attention as paged_reference
@@ -107,31 +109,62 @@ def pages_for(lengths, kv_heads, dim, dtype, device, spare=3):
 
 
 LENGTHS = [1, 63, 64, 65, 200, SPLIT, SPLIT + 1, 0, 2 * SPLIT + 77]
+CUTS = [  # window, soft cap, keys a split, most splits, whether the work list names the table rows
+    (0, 0.0, SPLIT, 0, False),
+    (100, 0.0, 128, 0, True),
+    (0, 0.0, 64, 5, True),
+    (SPLIT + 5, 20.0, SPLIT, 8, False),
+    (600, 0.0, 64, 3, True),
+]
 
 
 @pytest.mark.parametrize(("shape", "dtype"), SHAPES)
-@pytest.mark.parametrize(("window", "soft_cap", "split"), [(0, 0.0, SPLIT), (100, 0.0, 128), (SPLIT + 5, 20.0, SPLIT)])
-def test_paged_attention(shape, dtype, window, soft_cap, split, device):
+@pytest.mark.parametrize(("window", "soft_cap", "split", "most", "listed"), CUTS)
+def test_paged_attention(shape, dtype, window, soft_cap, split, most, listed, device):
     heads, kv_heads, dim = shape
     k, v, tables = pages_for(LENGTHS, kv_heads, dim, dtype, device)
     order = torch.randperm(len(LENGTHS), generator=torch.Generator().manual_seed(2))
     lengths = torch.tensor(LENGTHS, dtype=torch.int32)[order].to(device)
     rows = order.int().to(device)
     q = draw(len(LENGTHS), heads, dim, dtype=dtype, device=device, seed=9)
-    work = list_splits(lengths, 40, window, split)
-    expected_work = paged_reference.list_splits(lengths, 40, window, split)
-    total = int(expected_work.first[-1])
-    assert torch.equal(work.first, expected_work.first)
-    assert torch.equal(work.rows[:total], expected_work.rows[:total])
+    cut = (lengths, 60, window, split, most, rows if listed else None)
+    work, expected_work = list_splits(*cut), paged_reference.list_splits(*cut)
+    total = int(expected_work.total)
+    assert int(work.total) == total
+    assert torch.equal(work.items[:total], expected_work.items[:total])
     options = {"scale": dim**-0.5, "window": window, "soft_cap": soft_cap}
     ours = paged_attention(q, k, v, tables, rows, lengths, work, **options)
     expected = paged_reference.paged_attention(q, k, v, tables, rows, lengths, work, **options)
     real = lengths > 0
     near(ours[real], expected[real])
     assert ours[real].isfinite().all()
+    assert not work.arrived.any(), "the counters are ready for the next launch"
+    assert torch.equal(paged_attention(q, k, v, tables, rows, lengths, work, **options)[real], ours[real])
 
 
-def test_a_row_comes_out_the_same_in_any_batch(device):
+def test_more_items_than_programs(device, monkeypatch):
+    """A program goes on to further items, those of one row among them."""
+    monkeypatch.setattr(paged_attention_module, "PROGRAMS", 1)
+    lengths = torch.tensor([2000, 0, 130, 1], dtype=torch.int32, device=device)
+    k, v, tables = pages_for(lengths.tolist(), 2, 64, torch.float16, device)
+    q = draw(4, 4, 64, dtype=torch.float16, device=device)
+    rows = torch.arange(4, dtype=torch.int32, device=device)
+    work = list_splits(lengths, 64, split=64)
+    assert int(work.total) == 36
+    ours = paged_attention(q, k, v, tables, rows, lengths, work, scale=0.125)
+    expected = paged_reference.paged_attention(q, k, v, tables, rows, lengths, work, scale=0.125)
+    near(ours[[0, 2, 3]], expected[[0, 2, 3]])
+
+
+def test_how_rows_are_cut():
+    """Splits are whole pages, and a longer batch never cuts finer."""
+    cuts = [split_for(rows) for rows in (1, 2, 4, 8, 16, 32, 64, 256, 4096)]
+    assert all(split % PAGE == 0 and most > 0 for split, most in cuts)
+    assert cuts == sorted(cuts, key=lambda cut: cut[0])
+
+
+@pytest.mark.parametrize("most", [0, 4])
+def test_a_row_comes_out_the_same_in_any_batch(most, device):
     """Bitwise: alone, among others, and wherever it stands."""
     lengths = [2 * SPLIT + 77, 5, 300, 64]
     k, v, tables = pages_for(lengths, 2, 64, torch.float32, device)
@@ -140,7 +173,7 @@ def test_a_row_comes_out_the_same_in_any_batch(device):
     def run(rows):
         counts = torch.tensor([lengths[r] for r in rows], dtype=torch.int32, device=device)
         picked = torch.tensor(rows, dtype=torch.int32, device=device)
-        work = list_splits(counts, 40)
+        work = list_splits(counts, 40, most=most, split=128)
         return paged_attention(q[picked.long()], k, v, tables, picked, counts, work, scale=0.125)
 
     together = run([0, 1, 2, 3])
@@ -152,7 +185,7 @@ def test_a_row_comes_out_the_same_in_any_batch(device):
 CHUNKS = [  # (start, count) of each chunk in a step
     [(0, 1), (0, TILE), (0, TILE + 1)],
     [(64, 30), (0, 70), (131, 3)],
-    [(200, 70)],
+    [(200, 70), (320, 5), (0, 300)],
 ]
 
 
@@ -175,3 +208,7 @@ def test_prefill_attention(dtype, shape, window, soft_cap, chunks, device):
     expected = prefill_reference.prefill_attention(q, k, v, tables, tiles, **options)
     near(ours, expected, 2)
     assert ours.isfinite().all()
+    none = torch.full((3,), -1, dtype=torch.int32, device=device)
+    more = {name: torch.cat([getattr(tiles, name), none]) for name in ("tile_chunks", "tile_numbers")}
+    filled = prefill_attention(q, k, v, tables, dataclasses.replace(tiles, **more), **options)
+    assert torch.equal(filled, ours), "a tile of no chunk does nothing"
