@@ -1,0 +1,75 @@
+"""Products of one row, alone and behind a norm, against their references."""
+
+import os
+
+import pytest
+import torch
+
+from slotline.kernels.gemv import gemv
+from slotline.kernels.norm_gemv import norm_gemv
+from slotline.kernels.reference import gemv as gemv_reference
+from slotline.kernels.reference import norm_gemv as norm_gemv_reference
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = [] if INTERPRETED else pytest.mark.gpu
+DTYPES = [torch.float32, torch.float16] if INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]
+CLOSE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+SIZES = [(96, 64), (30, 576), (50, 1536), (7, 4096), (3, 5120)]
+if not INTERPRETED:
+    SIZES += [(6144, 4096), (4096, 14336), (151936, 1024), (1024, 3072)]
+GATES = [None, "silu", "gelu"]
+
+
+def draw(*shape: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> torch.Tensor:
+    rng = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(*shape, generator=rng).to(dtype).to(device)
+
+
+def near(ours: torch.Tensor, expected: torch.Tensor, bound: float) -> None:
+    assert ours.dtype == expected.dtype and ours.shape == expected.shape
+    torch.testing.assert_close(ours.float(), expected.float(), rtol=bound, atol=bound)
+
+
+def weights(rows, columns, gated, biased, dtype, device):
+    count = 2 * rows if gated else rows
+    bias = draw(count, dtype=dtype, device=device, seed=2) if biased else None
+    return draw(count, columns, dtype=dtype, device=device, seed=1) * columns**-0.5, bias
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "columns"), SIZES)
+@pytest.mark.parametrize("activation", GATES)
+@pytest.mark.parametrize("biased", [False, True])
+def test_gemv(dtype, rows, columns, activation, biased, device):
+    x = draw(1, columns, dtype=dtype, device=device)
+    weight, bias = weights(rows, columns, activation is not None, biased, dtype, device)
+    for options in ({}, {"out_dtype": torch.float32}, {"dependent": True}):
+        ours = gemv(x, weight, bias, activation=activation, **options)
+        near(ours, gemv_reference.gemv(x, weight, bias, activation=activation, **options), CLOSE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "columns"), SIZES)
+@pytest.mark.parametrize("activation", GATES)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("add", [False, True])
+def test_norm_gemv(dtype, rows, columns, activation, biased, add, device):
+    x = draw(1, columns, dtype=dtype, device=device)
+    residual = draw(1, columns, dtype=dtype, device=device, seed=5) if add else None
+    gain = 1 + 0.1 * draw(columns, dtype=dtype, device=device, seed=6)
+    weight, bias = weights(rows, columns, activation is not None, biased, dtype, device)
+    before = None if residual is None else residual.clone()
+    entry = {"residual": residual, "activation": activation}
+    ours, summed = norm_gemv(x, gain, 1e-5, weight, bias, **entry)
+    expected, wanted = norm_gemv_reference.norm_gemv(x, gain, 1e-5, weight, bias, **entry)
+    near(ours, expected, CLOSE[dtype])
+    assert torch.equal(summed, wanted), "the residual is the rounded sum"
+    assert residual is None or torch.equal(residual, before), "other programs may still read it"
+
+
+def test_an_unknown_activation_is_refused(device):
+    x, weight = (draw(2, 16, dtype=torch.float32, device=device) for _ in range(2))
+    with pytest.raises(ValueError, match="activation is 'relu'; allowed: silu, gelu"):
+        gemv(x[:1], weight, activation="relu")
+    with pytest.raises(ValueError, match="activation is 'relu'; allowed: silu, gelu"):
+        norm_gemv(x[:1], weight[0], 1e-5, weight, activation="relu")
