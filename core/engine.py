@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import anyio
+import anyio.to_thread
 
 from slotline.backend import BackendInfo, Capabilities
-from slotline.client import LocalClient
+from slotline.client import EngineClient, Health, LocalClient
 from slotline.config import EngineConfig
 from slotline.errors import (
     ConfigError,
@@ -25,7 +25,7 @@ from slotline.errors import (
 )
 from slotline.handle import RequestHandle
 from slotline.intake import Intake
-from slotline.loading import Loaded, load
+from slotline.loading import load, open_model
 from slotline.loop import EngineCore
 from slotline.mailbox import Choice
 from slotline.manager import PluginManager
@@ -38,20 +38,9 @@ from slotline.scoring import SCORE_ONLY, Score, score_of
 from slotline.stats import EngineStats, RequestStats, engine_stats
 from slotline.text import Vocabulary
 
+__all__ = ["Engine", "Health"]
+
 log = logging.getLogger("slotline")
-
-
-@dataclass(frozen=True, slots=True)
-class Health:
-    """Whether the engine can answer, and if not, why."""
-
-    status: Literal["ok", "loading", "unhealthy", "wedged", "closed"]
-    detail: str = ""
-
-    @property
-    def ok(self) -> bool:
-        """Tell whether requests can be answered."""
-        return self.status == "ok"
 
 
 class Engine:
@@ -64,28 +53,25 @@ class Engine:
         max_model_len: longest sequence that can run, prompt and answer.
     """
 
-    def __init__(self, loaded: Loaded, core: EngineCore) -> None:
-        self.config = loaded.config
-        self.model: Model = loaded.model
-        self.manager: PluginManager = loaded.manager
-        self.capabilities: Capabilities = loaded.backend.capabilities
-        self.info: BackendInfo = loaded.info
-        self.max_model_len = core.scheduler.longest
+    def __init__(self, config: EngineConfig, model: Model, manager: PluginManager, client: EngineClient) -> None:
+        self.config = config
+        self.model = model
+        self.manager = manager
+        self.capabilities: Capabilities = client.capabilities
+        self.info: BackendInfo = client.info
+        self.max_model_len = client.longest
         self.vocabulary = Vocabulary(self.model.tokenizer)
-        self._core = core
-        self._client = LocalClient(core)
+        self._client = client
         self._intake = Intake(
             self.config,
             self.model,
             self.capabilities,
             self.max_model_len,
-            loaded.info.vocab_size,
+            self.info.vocab_size,
             self.manager.registry("logits_processors"),
         )
         self._stats = RequestStats()
-        self._processor = OutputProcessor(
-            self._client.abort, self._first_token, self._finish, self._stats.step
-        )
+        self._processor = OutputProcessor(self._client.abort, self._first_token, self._finish, self._stats.step)
         self._handles: dict[str, RequestHandle] = {}
         self._observed = bool(self.manager.hook.slotline_observe_request.get_hookimpls())
         self._prompts = PromptEncoder(self.model)
@@ -126,11 +112,41 @@ class Engine:
         thread = ThreadPoolExecutor(1, thread_name_prefix="slotline-backend")
         try:
             loaded, reload = await load(config, manager, thread)
-            engine = cls(loaded, EngineCore(loaded.config, loaded.backend, loaded.info, thread, reload))
-            async with _running(engine):
+            core = EngineCore(loaded.config, loaded.backend, loaded.info, thread, reload)
+            engine = cls(loaded.config, loaded.model, loaded.manager, LocalClient(core))
+            async with _running((engine._client.run, engine._pump), engine._close):
                 yield engine
         finally:
             thread.shutdown(wait=False)
+
+    @classmethod
+    @asynccontextmanager
+    async def connect(
+        cls, path: str, config: EngineConfig, *, manager: PluginManager | None = None
+    ) -> AsyncIterator[Engine]:
+        """Wait for an engine process on a local socket and yield an engine that runs its steps there.
+
+        Text stays in this process: templates, tokens to text, stop strings. An engine process that
+        ends takes its requests with it (EngineLost); the next one on the path is used from then on.
+
+        Args:
+            path: of the socket.
+            config: that of the engine process.
+            manager: as for ``open``.
+        """
+        from slotline.remote import RemoteClient
+
+        client = RemoteClient(path)
+        async with _running((client.run,), client.close):
+            await client.greeted()
+            config = config.with_options(backend=client.backend)
+            plugins = manager or PluginManager(config.plugins)
+            entry = plugins.registry("backends")[config.backend]
+            model = await anyio.to_thread.run_sync(open_model, config, plugins, entry)
+            engine = cls(config, model, plugins, client)
+            client.counts = engine._stats.counts
+            async with _running((engine._pump,), engine._close):
+                yield engine
 
     async def _pump(self) -> None:
         """Bring the core's news to the mailboxes."""
@@ -139,13 +155,13 @@ class Engine:
                 self._processor.process(await self._client.next_outputs())
         except Exception as error:
             log.exception("output processing failed")
-            self._core.give_up(EngineUnhealthy(f"output processing failed: {error!r}"))
+            self._client.give_up(EngineUnhealthy(f"output processing failed: {error!r}"))
             self._processor.close(EngineUnhealthy(f"output processing failed: {error!r}"))
 
     async def _close(self) -> None:
         self._closed = True
         with anyio.CancelScope(shield=True):
-            await self._core.close()
+            await self._client.close()
         self._processor.close(EngineClosed("the engine was closed"))
 
     # --- ask --------------------------------------------------------------------------
@@ -283,29 +299,30 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Return a snapshot of all counters."""
-        return engine_stats(self._core.stats(), self._stats.counts(), time.monotonic() - self._opened)
+        return engine_stats(self._client.latest, self._stats.counts(), time.monotonic() - self._opened)
+
+    async def total_stats(self) -> EngineStats:
+        """Return a snapshot of all counters, with those of other processes that use the same engine process."""
+        core, counts = await self._client.stats(self._stats.counts())
+        return engine_stats(core, counts, time.monotonic() - self._opened)
 
     def health(self) -> Health:
         """Tell whether the engine can answer."""
         if self._closed:
             return Health("closed", "the engine was closed")
-        if self._core.error is not None:
-            return Health("unhealthy", self._core.error.message)
-        if self._core.wedged:
-            return Health("wedged", "a step has given no result for a long time")
-        return Health("ok")
+        return self._client.health()
 
     def check_integrity(self) -> None:
         """Raise AssertionError if slots, blocks and queue do not agree; for tests."""
-        self._core.scheduler.check_integrity()
+        self._client.check_integrity()
 
     # --- inside -----------------------------------------------------------------------
 
     def _check_open(self) -> None:
         if self._closed:
             raise EngineClosed("the engine was closed; open a new one")
-        if self._core.error is not None:
-            raise self._core.error
+        if self._client.error is not None:
+            raise self._client.error
 
     def _new_id(self, request_id: str | None) -> str:
         if request_id is None:
@@ -358,13 +375,15 @@ class Engine:
 
 
 @asynccontextmanager
-async def _running(engine: Engine) -> AsyncIterator[None]:
-    """Run the engine's tasks around a host's block; what the block raises leaves as it is, in no group."""
+async def _running(
+    tasks: Sequence[Callable[[], Coroutine[Any, Any, None]]], close: Callable[[], Awaitable[None]]
+) -> AsyncIterator[None]:
+    """Run tasks around a host's block, then close; what the block raises leaves as it is, in no group."""
     raised: BaseException | None = None
     try:
         async with anyio.create_task_group() as group:
-            group.start_soon(engine._core.run)
-            group.start_soon(engine._pump)
+            for task in tasks:
+                group.start_soon(task)
             try:
                 yield
             except BaseException as error:
@@ -372,7 +391,7 @@ async def _running(engine: Engine) -> AsyncIterator[None]:
                 raise
             finally:
                 group.cancel_scope.cancel()
-                await engine._close()
+                await close()
     except BaseExceptionGroup:
         if raised is None:
             raise

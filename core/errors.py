@@ -24,6 +24,7 @@
         ├── EngineClosed          the engine is not open any more
         ├── StepFailed            a step raised; its requests end with this
         ├── NumericalError        the model gave no finite logits for one row
+        ├── EngineLost            the engine's process ended; another one is started
         └── EngineUnhealthy       the engine cannot run again
 
 ``code`` is stable and independent of transport: surfaces translate it, nothing else.
@@ -198,6 +199,13 @@ class StepFailed(EngineError):
     """A step raised inside the backend; every request in it ends with this error."""
 
     code = "step_failed"
+
+
+class EngineLost(EngineError):
+    """The engine's process ended, with what it was running; try again after ``retry_after`` seconds."""
+
+    code = "engine_lost"
+    retry_after = 2.0
 
 
 class NumericalError(EngineError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import numpy as np
@@ -50,6 +50,22 @@ class OutputBatch:
     errors: tuple[tuple[int, SlotlineError], ...] = ()
     device_ms: float = 0.0
 
+    def select(self, keep: BoolArray) -> OutputBatch:
+        """Return the news of some sequences, with what is not about single ones; keep: [K]."""
+        if keep.all():
+            return self
+        counts = self.prompt_counts
+        return replace(
+            self,
+            seq_ids=self.seq_ids[keep],
+            tokens=self.tokens[keep],
+            n_tokens=self.n_tokens[keep],
+            finish=self.finish[keep],
+            logprobs=_select(self.logprobs, self.n_tokens, keep),
+            prompt_counts=None if counts is None else counts[keep],
+            prompt_logprobs=None if counts is None else _select(self.prompt_logprobs, counts, keep),
+        )
+
 
 def collect_outputs(
     result: StepResult, seq_ids: LongArray, live: BoolArray, finish: IntArray, admitted: tuple[tuple[int, int], ...]
@@ -64,25 +80,11 @@ def collect_outputs(
     keep = live
     if result.prompt_counts is None:
         keep = live & ((result.n_tokens > 0) | (finish > 0))
-    if keep.all():
-        return OutputBatch(
-            result.step_id, seq_ids, result.tokens, result.n_tokens, finish, result.logprobs,
-            result.prompt_counts, result.prompt_logprobs, admitted, (), result.device_ms,
-        )  # fmt: skip
-    counts = result.prompt_counts
-    return OutputBatch(
-        result.step_id,
-        seq_ids[keep],
-        result.tokens[keep],
-        result.n_tokens[keep],
-        finish[keep],
-        _select(result.logprobs, result.n_tokens, keep),
-        None if counts is None else counts[keep],
-        None if counts is None else _select(result.prompt_logprobs, counts, keep),
-        admitted,
-        (),
-        result.device_ms,
-    )
+    batch = OutputBatch(
+        result.step_id, seq_ids, result.tokens, result.n_tokens, finish, result.logprobs,
+        result.prompt_counts, result.prompt_logprobs, admitted, (), result.device_ms,
+    )  # fmt: skip
+    return batch.select(keep)
 
 
 def error_batch(errors: tuple[tuple[int, SlotlineError], ...]) -> OutputBatch:

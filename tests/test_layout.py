@@ -22,7 +22,7 @@ MAX_FILE_LINES = 450
 MAX_FUNCTION_LINES = 60
 
 # What the microkernel may import from outside; its test kit is a pytest plugin.
-CORE_THIRD_PARTY = {"anyio", "numpy", "pluggy"}
+CORE_THIRD_PARTY = {"anyio", "msgspec", "numpy", "pluggy"}
 TESTING_THIRD_PARTY = CORE_THIRD_PARTY | {"hypothesis", "pytest"}
 # Loaders by name: the built-in plugins, and the command line behind `python -m slotline`.
 LOADERS = {"core/manager.py": ("slotline.plugins", "slotline.apis"), "core/__main__.py": ("slotline.apis",)}

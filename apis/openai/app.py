@@ -155,7 +155,7 @@ class _Pages:
         sinks = [sink for sink in engine.manager.registry("metrics").values() if hasattr(sink, "render")]
         if not sinks:
             raise not_found("/metrics: no plugin renders metrics")
-        data = sinks[0].render(engine.stats(), self._service.names()[0])
+        data = sinks[0].render(await engine.total_stats(), self._service.names()[0])
         await send_bytes(send, data, content_type=sinks[0].content_type.encode("latin-1"))
 
     def _card(self, name: str, engine: Engine) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from slotline.errors import (
     DeadlineExceeded,
     EngineClosed,
     EngineError,
+    EngineLost,
     EngineUnhealthy,
     NumericalError,
     OverloadError,
@@ -38,6 +39,7 @@ _STATUS: tuple[tuple[type[SlotlineError], int, str, str | None], ...] = (
     (RequestAborted, 499, "aborted_error", None),
     (EngineClosed, 503, "unavailable_error", "the engine is closed or closing"),
     (EngineUnhealthy, 503, "unavailable_error", "the engine has failed and cannot run requests"),
+    (EngineLost, 503, "unavailable_error", "the engine's process ended and is started again; try again"),
     (NumericalError, 500, "server_error", "the model gave no finite numbers for this request"),
     (EngineError, 500, "server_error", "the engine failed while it ran this request"),
 )
@@ -88,7 +90,8 @@ def to_api_error(error: BaseException, request_id: str, renamed: Mapping[str, st
         if isinstance(error, kind):
             if hidden is not None:
                 logger.error("request %s failed: %s: %s", request_id, type(error).__name__, error)
-                return ApiError(status, f"{hidden} (request {request_id})", type=type_, code=error.code)
+                text = f"{hidden} (request {request_id})"
+                return ApiError(status, text, type=type_, code=error.code, headers=_retry(error))
             param, message = _renamed(getattr(error, "param", None), error.message, renamed or {})
             return ApiError(status, message, type=type_, param=param, code=error.code, headers=_retry(error))
     logger.error("request %s failed", request_id, exc_info=error)
@@ -165,9 +168,8 @@ def _renamed(param: str | None, message: str, renamed: Mapping[str, str]) -> tup
 
 
 def _retry(error: SlotlineError) -> dict[str, str]:
-    if not isinstance(error, OverloadError):
-        return {}
-    return {"Retry-After": str(max(1, math.ceil(error.retry_after)))}
+    after = getattr(error, "retry_after", None)
+    return {} if after is None else {"Retry-After": str(max(1, math.ceil(after)))}
 
 
 def _printable(value: Any) -> Any:

@@ -97,10 +97,10 @@ async def until(condition: Callable[[], object]) -> None:
 async def settled(engine: slotline.Engine) -> None:
     """Wait until nothing runs, waits or is in flight."""
     for _ in range(10_000):
-        if engine._core.scheduler.idle or engine.health().status != "ok":
+        if engine._client.core.scheduler.idle or engine.health().status != "ok":
             return
         await asyncio.sleep(0)
-        await asyncio.get_running_loop().run_in_executor(engine._core._thread, int)
+        await asyncio.get_running_loop().run_in_executor(engine._client.core._thread, int)
     raise AssertionError("the engine did not come to rest")
 
 
