@@ -6,6 +6,7 @@ in every batch. The number of warps decides the order of such sums inside a bloc
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,8 @@ jit: Decorator = triton.jit
 BLOCK = 4096  # ids that one program takes in a pass over a row
 GROUP = 32  # ids whose maximum stands for them when the best of a row are sought
 POOL = 2048  # candidates of a row that are sorted in one go
-SHORT = 128  # as many are sorted where they are enough
+# As many are compared with each other where they are enough; the interpreter takes seconds to sort.
+SHORT = 512 if os.environ.get("TRITON_INTERPRET") == "1" else 128
 STRIDE = 8192  # ids that a program takes at a time when it walks a row
 LIST = 1024  # ids that a program takes at a time from a list
 MAX_VOCAB = 1 << 19  # an id and its 45-bit weight share 64 bits

@@ -33,4 +33,4 @@ ROW_DEAD = tl.constexpr(3)
 
 def words(pages: int) -> int:
     """Return the length of a line with a table of so many pages, a multiple of 16 bytes."""
-    return TABLE.value + -(-pages // 4) * 4
+    return int(TABLE.value) + -(-pages // 4) * 4

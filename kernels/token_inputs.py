@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -19,7 +18,13 @@ WIDTH = 128  # tokens a program
 
 
 class TokenInputs(NamedTuple):
-    """ids [T], places [T] (block * P + offset), lengths [D] (keys of a row that decodes, its new one included; or 0)."""
+    """Three columns of int32.
+
+    Attributes:
+        ids: [T].
+        places: [T] block * P + offset, where keys and values go.
+        lengths: [D] keys of each row that decodes, its new one included, or 0.
+    """
 
     ids: Tensor
     places: Tensor

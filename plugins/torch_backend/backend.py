@@ -51,6 +51,7 @@ class TorchBackend(RunnerBackend):
             logprobs=True,
             max_logprobs=1024,
             prompt_logprobs=True,
+            embeddings=True,
             logprobs_modes=("raw", "processed"),
             params=ALL_PARAMS,
             processors=frozenset(self.processors),

@@ -21,6 +21,7 @@ class Row:
         refused: a logits processor refused its options.
         length: tokens known, prompt and output.
         special: its logits are changed before the temperature (masks, bias, penalties, processors).
+        adjusts: so they are for something else than a minimum length.
     """
 
     def __init__(self, setup: RowSetup, vocab_size: int, block_size: int) -> None:
@@ -52,6 +53,7 @@ class Row:
         self.bias = np.fromiter(bias.values(), np.float32, len(bias))
         self.seen = SeenTokens(setup) if _penalised(setup) else None
         self.processors = tuple(params.extra)
+        self.adjusts = _adjusts(setup)
         self.special = changes_logits(setup)
 
     @property
@@ -145,10 +147,13 @@ class SeenTokens:
 
 def changes_logits(setup: RowSetup) -> bool:
     """Tell whether the logits of a request are changed before the temperature."""
+    return setup.min_len > setup.prompt_len or _adjusts(setup)
+
+
+def _adjusts(setup: RowSetup) -> bool:
     params = setup.params
     return bool(
-        setup.min_len > setup.prompt_len
-        or setup.bad_words
+        setup.bad_words
         or params.allowed_token_ids is not None
         or params.logit_bias
         or _penalised(setup)

@@ -16,6 +16,7 @@ from slotline.plan import (
     FEEDBACK,
     NO_LOGPROBS,
     BoolArray,
+    FloatArray,
     IntArray,
     LogprobColumns,
     LongArray,
@@ -62,6 +63,7 @@ class _Outcome:
     asked: bool = False
     prompt_counts: IntArray | None = None
     prompt_logprobs: LogprobColumns | None = None
+    embeddings: tuple[tuple[int, FloatArray], ...] = ()
 
 
 class Forward(Protocol):
@@ -122,6 +124,7 @@ class Runner:
         if work.rows:
             hidden = self._forward(work)
             self._score_prompts(work, hidden, outcome)
+            self._embed(work, hidden, outcome)
             self._sample(plan, work, hidden, outcome)
         return _result(plan, outcome, time.perf_counter() - began)
 
@@ -201,6 +204,14 @@ class Runner:
         outcome.prompt_logprobs = LogprobColumns.empty()
         if places:
             outcome.prompt_logprobs = self._score(hidden, *map(np.concatenate, (places, tokens, widths)))
+
+    def _embed(self, work: _Work, hidden: Tensor, outcome: _Outcome) -> None:
+        """Hand over the hidden states at the ends of prompts that are embedded."""
+        ended = (work.start + work.count).tolist()
+        asked = [i for i, row in enumerate(work.rows) if row.setup.embed and ended[i] == row.setup.prompt_len]
+        if asked:
+            picked = hidden.index_select(0, self._tensor(work.ends[asked] - 1)).float().cpu().numpy()
+            outcome.embeddings = tuple(zip(work.lines[asked].tolist(), picked, strict=True))
 
     def _score(self, hidden: Tensor, places: LongArray, tokens: LongArray, widths: LongArray) -> LogprobColumns:
         parts = []
@@ -292,6 +303,7 @@ def _result(plan: StepPlan, outcome: _Outcome, seconds: float) -> StepResult:
         outcome.prompt_counts,
         outcome.prompt_logprobs,
         device_ms=seconds * 1e3,
+        embeddings=outcome.embeddings,
     )
 
 
@@ -306,7 +318,7 @@ class _Done:
 
 
 @dataclass(frozen=True, slots=True)
-class _Failed:
+class Failed:
     """A step that raised."""
 
     error: Exception
@@ -322,7 +334,7 @@ def run_step(runner: Runner, plan: StepPlan) -> StepHandle:
         with torch.inference_mode():
             return _Done(runner.run(plan, began))
     except Exception as error:
-        return _Failed(error)
+        return Failed(error)
 
 
 class RunnerBackend:

@@ -1,21 +1,19 @@
-"""What a step's tokens read and write: prepared once, used by every layer."""
+"""Attention of one step: rows that decode at the front, chunks of prompts behind them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from slotline.kernels.paged_attention import WorkList, list_splits, paged_attention
-from slotline.kernels.prefill_attention import Chunks, list_tiles, prefill_attention
-from slotline.plan import LongArray
+from slotline.kernels.prefill_attention import Chunks, prefill_attention
 from slotline.plugins.models.decoder import DecoderConfig
-from slotline.plugins.torch_backend.rows import Row
-
-PAGE = 64
+from slotline.plugins.triton_backend.inputs import Columns
 
 
 def split_for(rows: int) -> int:
@@ -38,103 +36,92 @@ class Shape:
         windows = tuple(kind.window or 0 for kind in config.layer_kinds)
         return cls(scale, config.attention_softcap or 0.0, windows)
 
+    @property
+    def plain(self) -> bool:
+        """Tell whether library attention can do it, too."""
+        return not self.soft_cap and not any(self.windows)
+
 
 @dataclass(frozen=True, slots=True)
-class Decoding:
-    """Rows that bring one token each.
+class Whole:
+    """A chunk that starts its sequence and is long: tokens ``begin .. end`` of the step, and their blocks."""
 
-    Attributes:
-        tables: [B, pages] int32 blocks of each row.
-        table_rows: [B] int32, simply 0, 1, 2, ...
-        lengths: [B] int32 keys of each row, the new one included; 0 = no row.
-    """
-
-    tables: Tensor
-    table_rows: Tensor
-    lengths: Tensor
-
-    def work(self, shape: Shape, capacity: int) -> dict[int, WorkList]:
-        """Return a work list for each window."""
-        split = split_for(len(self.lengths))
-        return {window: list_splits(self.lengths, capacity, window, split) for window in set(shape.windows)}
+    begin: int
+    end: int
+    blocks: Tensor
 
 
 class StepAttention:
-    """Attention of one step.
+    """Attention of one step, the same for all its layers.
 
-    Attributes:
-        places: [T] int32, where each token's key and value go.
-        decoding: set where every row brings one token.
+    Args:
+        tables: [S, pages] block tables.
+        columns: of the step.
+        lengths: [D] keys of each row that decodes, 0 = none.
+        longest: tokens of the longest sequence, which bounds the number of splits.
+        wholes: chunks that are left to library attention; the columns list none of their tiles.
     """
 
     def __init__(
         self,
         shape: Shape,
-        places: Tensor,
-        decoding: Decoding | None,
-        capacity: int,
-        chunks: Chunks | None = None,
-        tables: Tensor | None = None,
+        tables: Tensor,
+        columns: Columns[Tensor],
+        lengths: Tensor,
+        longest: int,
+        wholes: Sequence[Whole] = (),
     ) -> None:
-        self.places = places
-        self.decoding = decoding
         self._shape = shape
-        self._work = decoding.work(shape, capacity) if decoding is not None else {}
-        self._chunks = chunks
         self._tables = tables
+        self._slots = columns.token_slots[: len(lengths)]
+        self._lengths = lengths
+        self._wholes = wholes
+        self._chunks: Chunks | None = None
+        if len(columns.tile_chunks):
+            self._chunks = Chunks(
+                columns.begins, columns.starts, columns.chunk_slots, columns.tile_chunks, columns.tile_numbers
+            )
+        self._work: dict[int, WorkList] = {}
+        if len(lengths):
+            split = split_for(len(lengths))
+            capacity = len(lengths) * -(-longest // split)
+            self._work = {w: list_splits(lengths, capacity, w, split) for w in set(shape.windows)}
 
     def __call__(self, kind: int, q: Tensor, k_pages: Tensor, v_pages: Tensor) -> Tensor:
         """Return [T, Hq, D] for queries [T, Hq, D], whose keys and values are in their pages."""
-        window = self._shape.windows[kind]
-        scale, cap = self._shape.scale, self._shape.soft_cap
-        d = self.decoding
-        if d is not None:
-            work = self._work[window]
-            return paged_attention(
-                q, k_pages, v_pages, d.tables, d.table_rows, d.lengths, work, scale=scale, window=window, soft_cap=cap
-            )
-        assert self._chunks is not None and self._tables is not None
-        return prefill_attention(
-            q, k_pages, v_pages, self._tables, self._chunks, scale=scale, window=window, soft_cap=cap
+        window, shape = self._shape.windows[kind], self._shape
+        if self._chunks is None:
+            return self._decode(q, k_pages, v_pages, window)
+        out = prefill_attention(
+            q, k_pages, v_pages, self._tables, self._chunks, scale=shape.scale, window=window, soft_cap=shape.soft_cap
         )
+        for whole in self._wholes:
+            _attend_whole(whole, q, k_pages, v_pages, out, shape.scale)
+        if len(self._lengths):
+            front = out[: len(self._lengths)]
+            decoded = self._decode(q[: len(front)], k_pages, v_pages, window)
+            front.copy_(torch.where(self._lengths[:, None, None] > 0, decoded, front))
+        return out
+
+    def _decode(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, window: int) -> Tensor:
+        work, shape = self._work[window], self._shape
+        return paged_attention(
+            q, k_pages, v_pages, self._tables, self._slots, self._lengths, work,
+            scale=shape.scale, window=window, soft_cap=shape.soft_cap,
+        )  # fmt: skip
 
 
-class AttentionPlanner:
-    """Turn the rows of a step into what the kernels read.
+def _attend_whole(whole: Whole, q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, scale: float) -> None:
+    """Let the library attend within a chunk that starts its sequence; its keys and values are gathered from pages."""
+    count, heads = whole.end - whole.begin, q.shape[1]
 
-    Args:
-        longest: tokens of the longest sequence, which bounds the number of splits.
-    """
+    def gathered(pages: Tensor) -> Tensor:
+        found = pages.index_select(0, whole.blocks).transpose(0, 1).flatten(1, 2)[:, :count]  # [Hkv, L, D]
+        return found.repeat_interleave(heads // len(found), 0)[None]
 
-    def __init__(self, shape: Shape, device: torch.device, longest: int) -> None:
-        self.shape = shape
-        self.device = device
-        self._longest = longest
-
-    def capacity(self, rows: int) -> int:
-        """Return the most splits that so many rows can have."""
-        return rows * -(-self._longest // split_for(rows))
-
-    def plan(self, rows: Sequence[Row], start: LongArray, count: LongArray) -> StepAttention:
-        """Return the attention of one step."""
-        places = self._tensor(np.concatenate([r.slots[s : s + n] for r, s, n in zip(rows, start, count, strict=True)]))
-        tables = self._tensor(_tables(rows, start + count))
-        if (count == 1).all():
-            order = torch.arange(len(rows), dtype=torch.int32, device=self.device)
-            decoding = Decoding(tables, order, self._tensor(start + 1))
-            splits = int((-(-(start + 1) // split_for(len(rows)))).sum())
-            return StepAttention(self.shape, places, decoding, splits)
-        chunks = list_tiles(start.tolist(), count.tolist(), list(range(len(rows))), self.device)
-        return StepAttention(self.shape, places, None, 0, chunks, tables)
-
-    def _tensor(self, array: LongArray) -> Tensor:
-        return torch.from_numpy(array.astype(np.int32)).to(self.device, non_blocking=True)
-
-
-def _tables(rows: Sequence[Row], lengths: LongArray) -> LongArray:
-    """Return [R, pages] the blocks that hold each row's keys; 0, the scratch block, past its end."""
-    pages = -(-lengths // PAGE)
-    tables = np.zeros((len(rows), int(pages.max())), np.int64)
-    for line, (row, n) in enumerate(zip(rows, pages.tolist(), strict=True)):
-        tables[line, :n] = row.slots[: n * PAGE : PAGE] // PAGE
-    return tables
+    query = q[whole.begin : whole.end].transpose(0, 1)[None]  # [1, Hq, L, D]
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], set_priority=True):
+        found = functional.scaled_dot_product_attention(
+            query, gathered(k_pages), gathered(v_pages), is_causal=True, scale=scale
+        )
+    out[whole.begin : whole.end] = found[0].transpose(0, 1)

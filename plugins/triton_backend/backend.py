@@ -1,35 +1,49 @@
 """TritonBackend: the Backend protocol on Triton kernels and library products.
 
-Rows, sampling and logprobs are those of the torch backend; the forward pass is its own.
+Requests that ask for what the recorded steps do not have (bias, penalties, processors, masks, wide tables of logprobs)
+are sampled step by step, with the torch backend's code for the first four.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from slotline.backend import ALL_PARAMS, BackendInfo, Capabilities
+from slotline.backend import ALL_PARAMS, BackendInfo, Capabilities, StepHandle
 from slotline.config import EngineConfig
 from slotline.errors import ConfigError, ModelError
+from slotline.kernels.row_layout import PAGE
 from slotline.model import Model
+from slotline.plan import StepPlan
 from slotline.plugins.torch_backend.backend import GPU_BATCH_TOKENS
 from slotline.plugins.torch_backend.memory import CPU_SHARE, GPU_SHARE, cache_size, free_host_memory, longest_sequence
 from slotline.plugins.torch_backend.processing import Processors
-from slotline.plugins.torch_backend.sampler import Sampler
-from slotline.plugins.torch_backend.step import Runner, RunnerBackend
-from slotline.plugins.triton_backend.attention import PAGE, AttentionPlanner, Shape
+from slotline.plugins.torch_backend.step import Failed
 from slotline.plugins.triton_backend.decoder import Decoder
+from slotline.plugins.triton_backend.graphs import StepGraphs
+from slotline.plugins.triton_backend.rows import RowTable
+from slotline.plugins.triton_backend.runner import Runner
 from slotline.plugins.triton_backend.weights import load_weights
 
 if TYPE_CHECKING:
     from slotline.plugins.models.checkpoint import Checkpoint
+    from slotline.plugins.processors import ProcessorFactory
 
 DTYPES = {"auto": torch.bfloat16, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class TritonBackend(RunnerBackend):
-    """Run a decoder on Triton kernels, on a CUDA GPU (or, interpreted, on a CPU)."""
+class TritonBackend:
+    """Run a decoder on Triton kernels, on a CUDA GPU (or, interpreted, on a CPU).
+
+    Attributes:
+        processors: logits processors by name; the engine fills it in before ``load``.
+    """
+
+    def __init__(self) -> None:
+        self.processors: Mapping[str, ProcessorFactory] = {}
+        self._runner: Runner | None = None
 
     @property
     def capabilities(self) -> Capabilities:
@@ -44,6 +58,7 @@ class TritonBackend(RunnerBackend):
             kv_dtypes=("bfloat16", "float16", "float32"),
             block_sizes=(PAGE,),
             devices=("cuda",),
+            pipeline_depth=2,
         )
 
     def load(self, config: EngineConfig, model: Model) -> BackendInfo:
@@ -56,10 +71,33 @@ class TritonBackend(RunnerBackend):
             raise ModelError(f"{model.name} has no weights; choose a model with weights, or backend echo")
         device = choose_device(config.device)
         with torch.inference_mode():
-            self._runner = self._build(config, model, device, _choose_dtype(config, device))
-        return self._runner.info
+            self._runner, info = self._build(config, model, device, _choose_dtype(config, device))
+        return info
 
-    def _build(self, config: EngineConfig, model: Model, device: torch.device, dtype: torch.dtype) -> Runner:
+    def launch(self, plan: StepPlan) -> StepHandle:
+        """Launch a step. What it raises comes out of the handle's ``result``."""
+        try:
+            with torch.inference_mode():
+                return self._loaded().launch(plan)
+        except Exception as error:
+            return Failed(error)
+
+    def release(self, rows: Sequence[int]) -> None:
+        """Forget rows that ended."""
+        self._loaded().rows.release(rows)
+
+    def close(self) -> None:
+        """Free everything; idempotent."""
+        self._runner = None
+
+    def _loaded(self) -> Runner:
+        if self._runner is None:
+            raise RuntimeError("the backend is not loaded, or closed")
+        return self._runner
+
+    def _build(
+        self, config: EngineConfig, model: Model, device: torch.device, dtype: torch.dtype
+    ) -> tuple[Runner, BackendInfo]:
         checkpoint: Checkpoint = model.checkpoint
         decoder_config = checkpoint.config
         longest = longest_sequence(config, model.context_length)
@@ -71,13 +109,6 @@ class TritonBackend(RunnerBackend):
             free=torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_memory(),
             share=GPU_SHARE if device.type == "cuda" else CPU_SHARE,
         )
-        heads, dim = decoder_config.num_kv_heads, decoder_config.head_dim
-        shape = (decoder_config.num_layers, 2, size.num_blocks, heads, PAGE, dim)
-        pool = torch.zeros(shape, dtype=dtype, device=device)
-        planner = AttentionPlanner(Shape.of(decoder_config), device, longest)
-        decoder = Decoder(decoder_config, weights, pool, planner)
-        if device.type == "cuda":
-            decoder.capture(config.max_slots, -(-longest // PAGE))
         info = BackendInfo(
             num_blocks=size.num_blocks,
             block_size=PAGE,
@@ -87,16 +118,14 @@ class TritonBackend(RunnerBackend):
             memory_report={"weights": weights.nbytes, "kv_cache": size.nbytes},
             batch_tokens=GPU_BATCH_TOKENS,
         )
+        heads, dim = decoder_config.num_kv_heads, decoder_config.head_dim
+        shape = (decoder_config.num_layers, 2, size.num_blocks, heads, PAGE, dim)
+        pool = torch.zeros(shape, dtype=dtype, device=device)
         processors = Processors(self.processors, info)
-        return Runner(
-            info=info,
-            device=device,
-            decoder=decoder,
-            planner=planner,
-            pool=pool,
-            sampler=Sampler(processors),
-            processors=processors,
-        )
+        rows = RowTable(config.max_slots, longest, model.vocab_size, device, processors)
+        decoder = Decoder(decoder_config, weights, pool, rows, longest)
+        graphs = StepGraphs(decoder, rows, config.max_slots, weights.embed.shape[1], dtype)
+        return Runner(decoder, rows, graphs, processors, model.vocab_size), info
 
 
 def choose_device(name: str) -> torch.device:

@@ -1,0 +1,154 @@
+"""Recorded steps: whole ones for rows that decode, forward passes and draws apart for the others."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from slotline.plugins.triton_backend.decoder import Decoder
+from slotline.plugins.triton_backend.inputs import Columns, Layout, blank
+from slotline.plugins.triton_backend.rows import RowTable, to_device
+from slotline.plugins.triton_backend.sampling import Kind, choose
+
+MOST_TOKENS = 2048  # of a step with prompts that is recorded; for more, launching takes less than computing
+T = TypeVar("T")
+
+
+class Recording(Generic[T]):
+    """A function whose launches are recorded as a CUDA graph; on a CPU it is simply called.
+
+    The function is held, and with it every tensor that the recording reads.
+    """
+
+    def __init__(self, function: Callable[[], T], device: torch.device, pool: Any) -> None:
+        self._function = function
+        self._graph: torch.cuda.CUDAGraph | None = None
+        if device.type != "cuda":
+            return
+        stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch has no types for it
+        stream.wait_stream(torch.cuda.current_stream(device))  # what the first run reads must be there
+        with torch.cuda.stream(stream):  # compiles every kernel of this size before it is recorded
+            function()
+        stream.synchronize()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, pool=pool, stream=stream):
+            self._out = function()
+
+    def __call__(self) -> T:
+        """Run it; what it returns is overwritten by the next run."""
+        if self._graph is None:
+            return self._function()
+        self._graph.replay()
+        return self._out
+
+
+class StepGraphs:
+    """All recordings of a backend, made once. They share what they write to and their scratch memory.
+
+    Attributes:
+        inputs: [words] int32, the columns that recordings read.
+        round: tokens of a step that is not recorded are rounded up to a multiple of this.
+        picked: [slots, C] the outputs that sampling rows take.
+    """
+
+    def __init__(self, decoder: Decoder, rows: RowTable, slots: int, width: int, dtype: torch.dtype) -> None:
+        self._decoder = decoder
+        self._rows = rows
+        self._slots = slots
+        device = rows.state.device
+        compiled = device.type == "cuda"
+        self.decode_sizes = sizes_up_to(slots, DECODE_SIZES if compiled else FEW)
+        self.token_sizes = TOKEN_SIZES if compiled else FEW
+        self.sample_sizes = sizes_up_to(slots, SAMPLE_SIZES if compiled else FEW)
+        self.round = 64 if compiled else 8
+        self._head = Layout(slots, 0, 0)
+        most = max(self.layout(n, chunks=True).words for n in (self.token_sizes[-1], slots))
+        self.inputs = torch.zeros(most, dtype=torch.int32, device=device)
+        self.picked = torch.zeros((slots, width), dtype=dtype, device=device)
+        pool = torch.cuda.graph_pool_handle() if compiled else None
+
+        def record(function: Callable[[], T]) -> Recording[T]:
+            return Recording(function, device, pool)
+
+        self._forwards = {n: record(self._forward(n)) for n in reversed(self.token_sizes)}
+        self._steps = {(n, kind): record(self._step(n, kind)) for n in reversed(self.decode_sizes) for kind in Kind}
+        self._draws = {(n, kind): record(self._draw(n, kind)) for n in reversed(self.sample_sizes) for kind in Kind}
+
+    def layout(self, tokens: int, *, chunks: bool) -> Layout:
+        """Return the layout of so many tokens."""
+        return Layout.of(self._slots, tokens, chunks=chunks)
+
+    @property
+    def head_words(self) -> int:
+        """Return how many words at the front of the inputs sampling reads."""
+        return self._head.words
+
+    @property
+    def head(self) -> Columns[Tensor]:
+        """Return the columns that sampling reads."""
+        return self._head.split(self.inputs)
+
+    def step(self, size: int, kind: Kind) -> Tensor:
+        """Compute and sample ``size`` rows with one token each; return the words that `choose` does."""
+        return self._steps[size, kind]()
+
+    def forward(self, size: int) -> None:
+        """Compute ``size`` tokens of any rows into ``picked``."""
+        self._forwards[size]()
+
+    def draw(self, size: int, kind: Kind) -> Tensor:
+        """Sample ``size`` rows from ``picked``; return the words that `choose` does."""
+        return self._draws[size, kind]()
+
+    def _columns(self, tokens: int, *, chunks: bool) -> Columns[Tensor]:
+        layout = self.layout(tokens, chunks=chunks)
+        self.inputs[: layout.words] = to_device(blank(layout, self._rows.nobody), self.inputs.device)
+        return layout.split(self.inputs)
+
+    def _forward(self, tokens: int) -> Callable[[], None]:
+        columns = self._columns(tokens, chunks=True)
+
+        def run() -> None:
+            hidden = self._decoder.hidden(columns, self._slots)
+            torch.index_select(hidden, 0, columns.picks[: self._slots], out=self.picked)
+
+        return run
+
+    def _step(self, rows: int, kind: Kind) -> Callable[[], Tensor]:
+        columns = self._columns(rows, chunks=False)
+
+        def run() -> Tensor:
+            logits = self._decoder.logits(self._decoder.hidden(columns, rows))
+            return choose(kind, logits, self._rows.state, columns.slots[:rows], columns.following[:rows])
+
+        return run
+
+    def _draw(self, rows: int, kind: Kind) -> Callable[[], Tensor]:
+        columns = self._columns(1, chunks=False)
+
+        def run() -> Tensor:
+            logits = self._decoder.logits(self.picked[:rows])
+            return choose(kind, logits, self._rows.state, columns.slots[:rows], columns.following[:rows])
+
+        return run
+
+
+FEW = (4, 32)  # where nothing is recorded, sizes only try out the padding
+DECODE_SIZES = (1, 2, 4, 8, *range(16, 65, 8), *range(80, 257, 16), *range(288, 4097, 32))
+SAMPLE_SIZES = (1, 2, 4, 8, 16, 32, 64, *range(128, 4097, 128))
+TOKEN_SIZES = (16, 32, *range(64, 513, 64), *range(640, 1025, 128), *range(1280, MOST_TOKENS + 1, 256))
+
+
+def sizes_up_to(most: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the sizes below ``most``, and ``most``."""
+    return (*(s for s in sizes if s < most), most)
+
+
+def size_for(count: int, sizes: tuple[int, ...]) -> int | None:
+    """Return the smallest size that holds ``count``, or None."""
+    at = bisect.bisect_left(sizes, count)
+    return sizes[at] if at < len(sizes) else None

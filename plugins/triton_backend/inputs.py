@@ -1,0 +1,156 @@
+"""What a step brings to the device: one array of int32 words, cut into columns, the same on the host and there."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from slotline.kernels.prefill_attention import TILE
+from slotline.plan import BoolArray, IntArray, LongArray, StepPlan
+
+Words = TypeVar("Words")  # a NumPy array or a tensor
+
+HEADER = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Columns(Generic[Words]):
+    """The columns of a step, padded to the sizes of its layout.
+
+    Attributes:
+        decoding: [4] first how many tokens at the front are rows with one token each, then nothing.
+        picks: [C] which token's output each sampling row takes.
+        slots: [C] its slot.
+        following: [C] absolute position of the token that it samples.
+        tokens: [T] ids, -1 = sampled last.
+        positions: [T]
+        token_slots: [T]
+        begins: [C + 2] where each chunk of more than one token begins among the tokens; chunk C is empty.
+        starts: [C + 1] the position of its first token.
+        chunk_slots: [C + 1]
+        tile_chunks, tile_numbers: [N] the chunks' tiles, those with most keys first, then tiles of the empty chunk C.
+    """
+
+    decoding: Words
+    picks: Words
+    slots: Words
+    following: Words
+    tokens: Words
+    positions: Words
+    token_slots: Words
+    begins: Words
+    starts: Words
+    chunk_slots: Words
+    tile_chunks: Words
+    tile_numbers: Words
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Sizes of the columns. What sampling reads comes first: its place is the same for all layouts with equal rows.
+
+    Attributes:
+        rows: C, rows that the engine has.
+        tokens: T.
+        tiles: N, 0 where every row brings one token.
+    """
+
+    rows: int
+    tokens: int
+    tiles: int
+
+    @classmethod
+    def of(cls, rows: int, tokens: int, *, chunks: bool) -> Layout:
+        """Return the layout for so many tokens, whatever rows they belong to."""
+        return cls(rows, tokens, -(-tokens // TILE) + min(rows, tokens) if chunks else 0)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Return the sizes of all columns."""
+        chunks = (self.rows + 2, self.rows + 1, self.rows + 1) if self.tiles else (0, 0, 0)
+        return (HEADER, *(self.rows,) * 3, *(self.tokens,) * 3, *chunks, self.tiles, self.tiles)
+
+    @property
+    def words(self) -> int:
+        """Return how many words all of it takes."""
+        return sum(map(_aligned, self.sizes))
+
+    def split(self, words: Words) -> Columns[Words]:
+        """Return the columns of an array of words."""
+        begins = np.cumsum([0, *map(_aligned, self.sizes)]).tolist()
+        return Columns(*(words[a : a + n] for a, n in zip(begins, self.sizes, strict=False)))  # type: ignore[index]
+
+
+def _aligned(size: int) -> int:
+    """Return the size rounded up to 16 bytes: Triton compiles again for what lies elsewhere."""
+    return -(-size // 4) * 4
+
+
+def blank(layout: Layout, nobody: int) -> IntArray:
+    """Return words that are padding only.
+
+    Args:
+        nobody: the line of the row state that padding belongs to.
+    """
+    words = np.zeros(layout.words, np.int32)
+    columns = layout.split(words)
+    columns.slots[:] = columns.token_slots[:] = nobody
+    columns.tile_chunks[:] = layout.rows  # the empty chunk
+    return words
+
+
+def fill(layout: Layout, plan: StepPlan, nobody: int, left_out: Collection[int] = ()) -> IntArray:
+    """Return the words of a plan; what is left over is padding, see `blank`.
+
+    Args:
+        left_out: lines of the plan whose attention is computed elsewhere: they get no tiles.
+    """
+    words = blank(layout, nobody)
+    columns = layout.split(words)
+    chosen = np.flatnonzero(plan.sample)
+    n, count = len(chosen), plan.num_tokens
+    columns.slots[:n] = plan.rows[chosen]
+    columns.following[:n] = (plan.start + plan.count)[chosen]
+    columns.tokens[:count] = plan.token_ids
+    ends = np.cumsum(plan.count)
+    columns.picks[:n] = ends[chosen] - 1
+    columns.token_slots[:count] = np.repeat(plan.rows, plan.count)
+    columns.positions[:count] = np.arange(count) + np.repeat(plan.start - (ends - plan.count), plan.count)
+    single = leading_singles(plan.count)
+    columns.decoding[0] = single
+    if layout.tiles:
+        _fill_chunks(columns, plan, single, ends, left_out)
+    return words
+
+
+def leading_singles(count: IntArray) -> int:
+    """Return how many rows at the front bring one token each."""
+    return int(np.argmax(count > 1)) if (count > 1).any() else len(count)
+
+
+def _fill_chunks(
+    columns: Columns[IntArray], plan: StepPlan, single: int, ends: IntArray | LongArray, left_out: Collection[int]
+) -> None:
+    """Fill in the rows behind the first ``single`` ones as chunks."""
+    start, count = plan.start[single:], plan.count[single:]
+    chunks = len(start)
+    columns.begins[:] = plan.num_tokens
+    columns.begins[:chunks] = (ends - plan.count)[single:]
+    columns.starts[:chunks] = start
+    columns.chunk_slots[:chunks] = plan.rows[single:]
+    tiles = -(-count // TILE)
+    tiles[[line - single for line in left_out]] = 0
+    chunk = np.repeat(np.arange(chunks), tiles)
+    number = np.arange(len(chunk)) - np.repeat(np.cumsum(tiles) - tiles, tiles)
+    order = np.argsort(-(start[chunk] + number * TILE), kind="stable")
+    columns.tile_chunks[: len(chunk)] = chunk[order]
+    columns.tile_numbers[: len(chunk)] = number[order]
+
+
+def all_single(plan: StepPlan) -> bool:
+    """Tell whether every row brings one token and samples."""
+    singles: BoolArray = (plan.count == 1) & plan.sample
+    return bool(singles.all())

@@ -1,0 +1,202 @@
+"""What comes back of a launched step: words on their way to the host, and the StepResult they become."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slotline.plan import BoolArray, IntArray, LogprobColumns, LongArray, Status, StepPlan, StepResult
+from slotline.plugins.triton_backend.sampling import Table, unpack
+
+
+class Transfer:
+    """Words on their way from the device to the host.
+
+    Args:
+        words: [N] int32; what is written there after this line does not matter.
+    """
+
+    def __init__(self, words: Tensor) -> None:
+        if words.is_cuda:
+            self._words = torch.empty(len(words), dtype=torch.int32, pin_memory=True)
+            self._words.copy_(words, non_blocking=True)
+        else:
+            self._words = words
+
+    def read(self) -> IntArray:
+        """Return the words; the copy must be done."""
+        found: IntArray = self._words.numpy()
+        return found
+
+
+class Clock:
+    """When a step began and ended on the device; waiting for its end is the one wait of a step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._events: Any = None
+        if device.type == "cuda":
+            self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
+            self._events[0].record()
+
+    def stop(self) -> None:
+        """Note that everything of the step was launched."""
+        if self._events is not None:
+            self._events[1].record()
+
+    def wait(self) -> float:
+        """Wait for the end and return the milliseconds from the beginning."""
+        if self._events is None:
+            return 0.0
+        self._events[1].synchronize()
+        return float(self._events[0].elapsed_time(self._events[1]))
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTables:
+    """Logprobs of prompt positions on their way: of each row how many, and the parts that hold them."""
+
+    counts: IntArray  # [R] in the plan's order
+    tokens: LongArray  # [P]
+    columns: int
+    parts: list[tuple[int, Transfer]]  # (positions, words)
+
+    def read(self) -> LogprobColumns:
+        """Return all of them."""
+        found, at = [], 0
+        for count, words in self.parts:
+            table, _ = unpack(words.read(), count, self.columns)
+            found.append(tabulate(table, self.tokens[at : at + count], np.ones(count, np.bool_)))
+            at += count
+        return LogprobColumns.concat(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """What was sampled, on its way.
+
+    Attributes:
+        lines: [R] the plan's lines that sample.
+        words: of tokens, status and tables, see `sampling.choose`.
+        size: rows that the words hold, R or more.
+        columns: width of their tables, -1 = there are none.
+        raw: [R] bool, whose logprobs are in the first table,
+        processed: [R] bool, and in the second.
+    """
+
+    lines: LongArray
+    words: Transfer
+    size: int
+    columns: int
+    raw: BoolArray
+    processed: BoolArray
+
+
+class LaunchedStep:
+    """A step that was launched; the StepHandle of the Triton backend.
+
+    Args:
+        refused: [R] bool, rows that a processor refused.
+        finish: is told of (plan, lines, tokens, status) once, and may change the status in place.
+    """
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        clock: Clock,
+        draws: Draws | None,
+        prompts: PromptTables | None,
+        refused: BoolArray,
+        finish: Callable[[StepPlan, LongArray, IntArray, IntArray], None],
+    ) -> None:
+        self._plan = plan
+        self._clock = clock
+        self._draws = draws
+        self._prompts = prompts
+        self._refused = refused
+        self._finish = finish
+        self._result: StepResult | None = None
+
+    def result(self) -> StepResult:
+        """Wait for the step and return what came of it."""
+        if self._result is None:
+            self._result = self._read()
+        return self._result
+
+    def _read(self) -> StepResult:
+        milliseconds = self._clock.wait()
+        plan, draws, prompts = self._plan, self._draws, self._prompts
+        count = len(plan)
+        tokens, status = np.zeros(count, np.int32), np.zeros(count, np.int32)
+        sampled = np.zeros(count, np.bool_)
+        logprobs = None
+        if draws is not None:
+            words, n = draws.words.read(), len(draws.lines)
+            drawn, outcome = words[:n], words[draws.size : draws.size + n].copy()
+            self._finish(plan, draws.lines, drawn, outcome)
+            good = (outcome == Status.OK) | (outcome == Status.STOP)
+            tokens[draws.lines], status[draws.lines], sampled[draws.lines] = np.where(good, drawn, 0), outcome, good
+            logprobs = _logprobs(draws, words[2 * draws.size :], drawn, good)
+        status[self._refused] = Status.NAN
+        return StepResult(
+            plan.step_id,
+            plan.rows,
+            plan.epoch,
+            tokens[:, None],
+            sampled.astype(np.int32),
+            status.astype(np.int8),
+            logprobs,
+            None if prompts is None else prompts.counts,
+            None if prompts is None else prompts.read(),
+            device_ms=milliseconds,
+        )
+
+
+def _logprobs(draws: Draws, words: IntArray, tokens: IntArray, good: BoolArray) -> LogprobColumns | None:
+    """Return one position for each good row, without values where it did not ask."""
+    asked = draws.raw | draws.processed
+    if draws.columns < 0 or not asked.any():
+        return None
+    table, rest = unpack(words, draws.size, draws.columns)
+    keep = good & draws.raw
+    lines = np.flatnonzero(good)
+    if draws.processed.any():
+        other, _ = unpack(rest, draws.size, draws.columns)
+        mine = np.zeros(draws.size, np.bool_)
+        mine[: len(good)] = draws.processed
+        table = Table(
+            np.where(mine, other.own, table.own),
+            np.where(mine, other.ranks, table.ranks),
+            np.where(mine, other.counts, table.counts),
+            np.where(mine[:, None], other.ids, table.ids),
+            np.where(mine[:, None], other.values, table.values),
+        )
+        keep = good & asked
+    return tabulate(table.at(lines), tokens[lines].astype(np.int64), keep[lines])
+
+
+def tabulate(table: Table, tokens: LongArray, keep: BoolArray) -> LogprobColumns:
+    """Return one position per row of a table: the token that is there, then the best ones without it.
+
+    Args:
+        tokens: [M] the token that is there.
+        keep: [M] whether the position gets values at all.
+    """
+    places = np.arange(table.ids.shape[1])
+    wanted = (places < table.counts[:, None]) & (table.ids != tokens[:, None]) & keep[:, None]
+    own = np.isfinite(table.own) & keep
+    wanted = np.concatenate([own[:, None], wanted], 1)
+    ids = np.concatenate([tokens[:, None], table.ids], 1)
+    values = np.concatenate([table.own[:, None], table.values], 1)
+    ranks = np.concatenate([table.ranks[:, None], np.broadcast_to(places + 1, table.ids.shape)], 1)
+    indptr = np.concatenate([[0], np.cumsum(wanted.sum(1))])
+    return LogprobColumns(
+        indptr.astype(np.int32),
+        ids[wanted].astype(np.int32),
+        values[wanted].astype(np.float32),
+        ranks[wanted].astype(np.int32),
+    )

@@ -1,0 +1,161 @@
+"""The rows: their state on the device, and what the host must know of them to plan a step's launches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slotline.kernels import row_layout as layout
+from slotline.kernels.write_words import write_words
+from slotline.params import SamplingParams
+from slotline.plan import NO_LOGPROBS, IntArray, LongArray, RowSetup, StepPlan
+from slotline.plugins.torch_backend.processing import Processors
+from slotline.plugins.torch_backend.rows import Row, changes_logits
+
+_SETTINGS = np.dtype(
+    [
+        ("dead", "<i4"), ("last", "<i4"), ("temperature", "<f4"), ("log_min_p", "<f4"), ("top_p", "<f4"),
+        ("top_k", "<i4"), ("seed", "<u8"), ("min_len", "<i4"), ("width", "<i4"), ("stops", "<i4"),
+        ("stop_ids", "<i4", layout.MAX_STOPS.value),
+    ]
+)  # fmt: skip
+_WORDS = _SETTINGS.itemsize // 4
+
+
+class RowTable:
+    """State of ``max_slots`` rows.
+
+    Attributes:
+        state: [slots + 1, words] int32 on the device, see `kernels.row_layout`; the last line is nobody's.
+        greedy, special, overflowing: [slots] bool: takes the best token; changes its logits before the temperature;
+            has more stop ids than the device looks at.
+        processed: [slots] bool, wants logprobs of what is left after all changes.
+        refused: [slots] bool, a logits processor refused its options.
+        width, prompt_width: [slots] of the tables of logprobs, -1 = none.
+        min_len: [slots] of which position the minimum length ends.
+    """
+
+    def __init__(self, slots: int, longest: int, vocab: int, device: torch.device, processors: Processors) -> None:
+        pages = -(-longest // layout.PAGE)
+        self.state = torch.zeros((slots + 1, layout.words(pages)), dtype=torch.int32, device=device)
+        self.state[-1, layout.DEAD.value] = 1
+        self.state[-1, layout.WIDTH.value] = -1
+        self.nobody = slots
+        self.greedy = np.ones(slots, np.bool_)
+        self.special = np.zeros(slots, np.bool_)
+        self.processed = np.zeros(slots, np.bool_)
+        self.overflowing = np.zeros(slots, np.bool_)
+        self.refused = np.zeros(slots, np.bool_)
+        self.width: IntArray = np.full(slots, -1, np.int32)
+        self.prompt_width: IntArray = np.full(slots, -1, np.int32)
+        self.min_len: LongArray = np.zeros(slots, np.int64)
+        self.setups: dict[int, RowSetup] = {}
+        self.known: dict[int, Row] = {}  # rows whose tokens the host must follow
+        self._epoch: LongArray = np.full(slots, -1, np.int64)
+        self._pages: IntArray = np.zeros(slots, np.int32)
+        self._vocab = vocab
+        self._processors = processors
+
+    @property
+    def tables(self) -> Tensor:
+        """Return [slots + 1, pages] the block tables (a view)."""
+        return self.state[:, layout.TABLE.value :]
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Forget rows."""
+        for slot in slots:
+            self.setups.pop(slot, None)
+            row = self.known.pop(slot, None)
+            if row is not None:
+                self._processors.remove(row)
+
+    def apply(self, plan: StepPlan) -> None:
+        """Let rows in and out and extend their block tables, here and on the device.
+
+        Raises:
+            RuntimeError: the plan names another occupant than the one that was let in.
+        """
+        self.release(plan.ended.tolist())
+        parts = [self._admit(setup) for setup in plan.admitted]
+        if (self._epoch[plan.rows] != plan.epoch).any():
+            raise RuntimeError("the plan names occupants of rows that were never let in")
+        if len(plan.block_ids):
+            parts.append(self._append_blocks(plan))
+        if parts:
+            places, values = (np.concatenate(columns).astype(np.int32) for columns in zip(*parts, strict=True))
+            moved = to_device(np.stack([places, values]), self.state.device)
+            write_words(self.state, moved[0], moved[1])
+
+    def _append_blocks(self, plan: StepPlan) -> tuple[LongArray, IntArray]:
+        """Return the words that extend block tables."""
+        grown = np.diff(plan.block_indptr)
+        first = self._pages[plan.rows]
+        within = np.arange(len(plan.block_ids)) - np.repeat(plan.block_indptr[:-1], grown)
+        line = np.repeat(plan.rows.astype(np.int64), grown) * self.state.shape[1]
+        self._pages[plan.rows] += grown
+        return line + layout.TABLE.value + np.repeat(first, grown) + within, plan.block_ids
+
+    def _admit(self, setup: RowSetup) -> tuple[LongArray, IntArray]:
+        """Take note of a new occupant, and return the words that set up its line."""
+        slot, params = setup.row, setup.params
+        self.release([slot])
+        self.setups[slot] = setup
+        self._epoch[slot], self._pages[slot] = setup.epoch, 0
+        asks = setup.logprobs != NO_LOGPROBS
+        self.greedy[slot] = params.greedy
+        self.processed[slot] = asks and params.logprobs_mode == "processed"
+        self.special[slot] = changes_logits(setup)
+        self.overflowing[slot] = len(setup.stop_ids) > layout.MAX_STOPS.value
+        self.width[slot] = setup.logprobs if asks else -1
+        self.prompt_width[slot] = setup.prompt_logprobs
+        self.min_len[slot] = setup.min_len
+        self.refused[slot] = False
+        if self.special[slot]:
+            row = Row(setup, self._vocab, layout.PAGE)
+            self.known[slot] = row
+            self.refused[slot] = not self._processors.add(row)
+        words = settings_of(setup, dead=bool(self.refused[slot])).view(np.int32)
+        return slot * self.state.shape[1] + np.arange(len(words), dtype=np.int64), words
+
+    def specials(self, slots: IntArray, following: LongArray) -> list[tuple[int, Row]]:
+        """Return the rows whose logits change, with their lines; a minimum length alone counts until it is reached."""
+        lines = np.flatnonzero(self.special[slots] & ~self.refused[slots])
+        rows = [(i, self.known[int(slots[i])]) for i in lines.tolist()]
+        return [(i, row) for i, row in rows if row.adjusts or int(following[i]) < row.setup.min_len]
+
+    def observe(self, slot: int, epoch: int, token: int, position: int) -> None:
+        """Let the host's copy of a row know which token it sampled."""
+        row = self.known.get(slot)
+        if row is not None and row.setup.epoch == epoch:
+            row.append(token, position)
+            self._processors.observe(row, token)
+
+
+def settings_of(setup: RowSetup, *, dead: bool) -> np.ndarray:
+    """Return the head of a row's line."""
+    params: SamplingParams = setup.params
+    line = np.zeros((), _SETTINGS)
+    line["dead"] = dead
+    line["temperature"] = 0.0 if params.greedy else params.temperature or 1.0
+    line["log_min_p"] = math.log(params.min_p) if params.min_p else -math.inf
+    line["top_p"] = 1.0 if params.top_p is None else params.top_p
+    line["top_k"] = max(params.top_k or 0, 0)
+    line["seed"] = setup.seed
+    line["min_len"] = setup.min_len
+    line["width"] = -1 if setup.logprobs == NO_LOGPROBS else setup.logprobs
+    stops = setup.stop_ids[: layout.MAX_STOPS.value]
+    line["stops"] = len(stops)
+    line["stop_ids"][: len(stops)] = stops
+    return line.reshape(1)
+
+
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """Copy an array to the device without waiting; what is in it may change afterwards."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)

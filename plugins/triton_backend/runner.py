@@ -1,0 +1,218 @@
+"""Launch steps: which recordings a plan needs, what is uploaded for them, and what is done without them."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slotline.kernels.row_layout import PAGE
+from slotline.kernels.top_logprobs import top_logprobs
+from slotline.plan import IntArray, LongArray, Status, StepPlan
+from slotline.plugins.torch_backend.processing import Processors
+from slotline.plugins.triton_backend.attention import Whole
+from slotline.plugins.triton_backend.decoder import Decoder
+from slotline.plugins.triton_backend.graphs import StepGraphs, size_for
+from slotline.plugins.triton_backend.inputs import all_single, fill, leading_singles
+from slotline.plugins.triton_backend.results import Clock, Draws, LaunchedStep, PromptTables, Transfer
+from slotline.plugins.triton_backend.rows import RowTable, to_device
+from slotline.plugins.triton_backend.sampling import COLUMNS, WIDE, Kind, Wishes, choose_special, pack
+
+PROMPT_CHUNK = 256  # prompt positions whose logits exist at the same time
+LONG = 1024  # tokens of a chunk from which on library attention is faster than reading pages
+
+
+class Runner:
+    """Everything that a loaded backend holds."""
+
+    def __init__(
+        self, decoder: Decoder, rows: RowTable, graphs: StepGraphs, processors: Processors, vocab: int
+    ) -> None:
+        self.rows = rows
+        self._decoder = decoder
+        self._graphs = graphs
+        self._processors = processors
+        self._columns = min(COLUMNS, vocab)
+        self._wide = min(WIDE, vocab)
+        self._device = rows.state.device
+        self._unread: deque[LaunchedStep] = deque(maxlen=2)
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Launch a step."""
+        clock = Clock(self._device)
+        self.rows.apply(plan)
+        lines = np.flatnonzero(plan.sample)
+        wishes = self._wishes(plan, lines)
+        prompts, draws = None, None
+        if wishes is not None and not self._is_slow(wishes) and all_single(plan):
+            draws = self._decode(plan, lines, wishes)
+        else:
+            prompts = self._forward(plan)
+            if wishes is not None:
+                draws = self._sample(lines, wishes)
+        clock.stop()
+        step = LaunchedStep(plan, clock, draws, prompts, self.rows.refused[plan.rows], self._finish)
+        self._unread.append(step)
+        return step
+
+    # --- what sampling needs ----------------------------------------------------------
+
+    def _wishes(self, plan: StepPlan, lines: LongArray) -> Wishes | None:
+        """Return what the sampling rows want; None if there are none."""
+        if not len(lines):
+            return None
+        rows, slots = self.rows, plan.rows[lines]
+        following = (plan.start[lines] + plan.count[lines]).astype(np.int64)
+        width, processed = rows.width[slots], rows.processed[slots]
+        return Wishes(
+            slots,
+            following,
+            rows.specials(slots, following) if rows.special[slots].any() else (),
+            np.where(processed, -1, width),
+            np.where(processed, width, -1),
+            rows.greedy[slots],
+            plan.masks,
+        )
+
+    def _is_slow(self, wishes: Wishes) -> bool:
+        """Tell whether sampling needs what is not recorded."""
+        return bool(
+            wishes.special
+            or wishes.masks is not None
+            or (wishes.processed >= 0).any()
+            or (wishes.raw > self._columns).any()
+        )
+
+    def _kind(self, wishes: Wishes) -> Kind:
+        if (wishes.raw >= 0).any():
+            return Kind.LOGPROBS
+        return Kind.GREEDY if wishes.greedy.all() else Kind.DRAW
+
+    # --- the ways to compute ----------------------------------------------------------
+
+    def _decode(self, plan: StepPlan, lines: LongArray, wishes: Wishes) -> Draws:
+        """Compute rows with one token each, and sample all of them."""
+        graphs, kind = self._graphs, self._kind(wishes)
+        size = size_for(len(plan), graphs.decode_sizes)
+        assert size is not None, "a plan has more rows than there are slots"
+        words = fill(graphs.layout(size, chunks=False), plan, self.rows.nobody)
+        graphs.inputs[: len(words)].copy_(to_device(words, self._device), non_blocking=True)
+        return self._draws(lines, wishes, graphs.step(size, kind), size, kind)
+
+    def _forward(self, plan: StepPlan) -> PromptTables | None:
+        """Compute any rows up to the outputs that sampling rows take, and logprobs of prompts."""
+        graphs = self._graphs
+        scores = bool((self.rows.prompt_width[plan.rows] >= 0).any())
+        size = None if scores else size_for(plan.num_tokens, graphs.token_sizes)
+        if size is not None:
+            words = fill(graphs.layout(size, chunks=True), plan, self.rows.nobody)
+            graphs.inputs[: len(words)].copy_(to_device(words, self._device), non_blocking=True)
+            graphs.forward(size)
+            return None
+        hidden = self._forward_at_once(plan)
+        return self._score_prompts(plan, hidden) if scores else None
+
+    def _forward_at_once(self, plan: StepPlan) -> Tensor:
+        """Do without a recording what `StepGraphs.forward` does; return the outputs of all tokens."""
+        graphs, wholes = self._graphs, self._wholes(plan)
+        layout = graphs.layout(-(-plan.num_tokens // graphs.round) * graphs.round, chunks=True)
+        uploaded = to_device(fill(layout, plan, self.rows.nobody, list(wholes)), self._device)
+        columns, head = layout.split(uploaded), graphs.head_words
+        graphs.inputs[:head].copy_(uploaded[:head])
+        singles = leading_singles(plan.count)
+        lines = (size_for(singles, graphs.decode_sizes) or 0) if singles else 0
+        hidden = self._decoder.hidden(columns, lines, tuple(wholes.values()))
+        torch.index_select(hidden, 0, columns.picks, out=graphs.picked)
+        return hidden
+
+    def _sample(self, lines: LongArray, wishes: Wishes) -> Draws:
+        """Sample from the outputs that were picked."""
+        graphs, count = self._graphs, len(lines)
+        if not self._is_slow(wishes):
+            size, kind = size_for(count, graphs.sample_sizes), self._kind(wishes)
+            assert size is not None, "a plan has more rows than there are slots"
+            return self._draws(lines, wishes, graphs.draw(size, kind), size, kind)
+        if wishes.special or wishes.masks is not None:
+            self._catch_up()
+        head = graphs.head
+        logits = self._decoder.logits(graphs.picked[:count])
+        state, slots, following = self.rows.state, head.slots[:count], head.following[:count]
+        words = choose_special(wishes, logits, state, slots, following, self._processors)
+        columns = min(wishes.columns, self._wide)
+        return Draws(lines, Transfer(words), count, columns, wishes.raw >= 0, wishes.processed >= 0)
+
+    def _draws(self, lines: LongArray, wishes: Wishes, words: Tensor, size: int, kind: Kind) -> Draws:
+        columns = self._columns if kind is Kind.LOGPROBS else -1
+        return Draws(lines, Transfer(words), size, columns, wishes.raw >= 0, wishes.processed >= 0)
+
+    def _wholes(self, plan: StepPlan) -> dict[int, Whole]:
+        """Return, by line of the plan, the chunks that library attention takes: long ones that start a sequence."""
+        if self._device.type != "cuda" or not self._decoder.shape.plain:
+            return {}
+        ends, found = np.cumsum(plan.count), {}
+        for i in np.flatnonzero((plan.start == 0) & (plan.count >= LONG)).tolist():
+            count, first = int(plan.count[i]), int(plan.block_indptr[i])
+            blocks = to_device(plan.block_ids[first : first + -(-count // PAGE)], self._device)
+            found[i] = Whole(int(ends[i]) - count, int(ends[i]), blocks)
+        return found
+
+    # --- logprobs of prompts ----------------------------------------------------------
+
+    def _score_prompts(self, plan: StepPlan, hidden: Tensor) -> PromptTables:
+        """Launch the tables of prompt positions: those of p come from the output at p - 1."""
+        counts = np.zeros(len(plan), np.int32)
+        places, tokens, widths = [], [], []
+        ends = np.cumsum(plan.count)
+        for i in np.flatnonzero(self.rows.prompt_width[plan.rows] >= 0).tolist():
+            setup, start, count = self.rows.setups[int(plan.rows[i])], int(plan.start[i]), int(plan.count[i])
+            low = max(setup.prompt_logprobs_from, 1, start + 1)
+            high = min(start + count + 1, setup.prompt_len)
+            if low < high and not self.rows.refused[setup.row]:
+                counts[i] = high - low
+                places.append(np.arange(low, high) - 1 - start + int(ends[i]) - count)
+                tokens.append(setup.token_ids[low:high])
+                widths.append(np.full(high - low, setup.prompt_logprobs))
+        if not places:
+            return PromptTables(counts, np.empty(0, np.int64), 0, [])
+        return self._score(
+            hidden, counts, *(np.concatenate(part).astype(np.int32) for part in (places, tokens, widths))
+        )
+
+    def _score(
+        self, hidden: Tensor, counts: IntArray, places: IntArray, tokens: IntArray, widths: IntArray
+    ) -> PromptTables:
+        columns = self._columns if widths.max() <= self._columns else self._wide
+        parts = []
+        for low in range(0, len(places), PROMPT_CHUNK):
+            chunk = slice(low, low + PROMPT_CHUNK)
+            count = len(places[chunk])
+            asks = to_device(np.stack([places[chunk], tokens[chunk], widths[chunk], np.arange(count)]), self._device)
+            asks = asks.int()
+            logits = self._decoder.logits(hidden.index_select(0, asks[0]))
+            table = top_logprobs(logits, asks[3].contiguous(), asks[1].contiguous(), asks[2].contiguous(), columns)
+            parts.append((count, Transfer(torch.cat(pack(table)))))
+        return PromptTables(counts, tokens.astype(np.int64), columns, parts)
+
+    # --- what the host follows --------------------------------------------------------
+
+    def _catch_up(self) -> None:
+        """Wait for the steps launched before: what was sampled there decides what comes now."""
+        for step in self._unread:
+            step.result()
+
+    def _finish(self, plan: StepPlan, lines: LongArray, tokens: IntArray, status: IntArray) -> None:
+        """End rows at stop ids that the device does not know, and let the host's copies of rows follow."""
+        rows = self.rows
+        slots = plan.rows[lines]
+        watched = np.flatnonzero(rows.overflowing[slots] | rows.special[slots])
+        for i in watched.tolist():
+            slot, epoch = int(slots[i]), int(plan.epoch[lines[i]])
+            setup = rows.setups.get(slot)
+            if setup is None or setup.epoch != epoch or status[i] not in (Status.OK, Status.STOP):
+                continue
+            token, position = int(tokens[i]), int(plan.start[lines[i]] + plan.count[lines[i]])
+            if rows.overflowing[slot] and token in setup.stop_ids and position >= setup.min_len:
+                status[i] = Status.STOP
+            rows.observe(slot, epoch, token, position)
