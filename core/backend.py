@@ -29,6 +29,7 @@ class Capabilities:
         logprobs: sampled tokens can carry log-probabilities.
         max_logprobs: widest table per position.
         prompt_logprobs: prompt positions can, too.
+        embeddings: hidden states of prompts can be had.
         logprobs_modes: of "raw", "processed".
         params: names of SamplingParams fields that are honoured.
         processors: names usable in SamplingParams.extra.
@@ -43,6 +44,7 @@ class Capabilities:
     logprobs: bool = False
     max_logprobs: int = 0
     prompt_logprobs: bool = False
+    embeddings: bool = False
     logprobs_modes: tuple[str, ...] = ()
     params: frozenset[str] = frozenset()
     processors: frozenset[str] = frozenset()

@@ -15,6 +15,7 @@ import anyio.to_thread
 from slotline.backend import BackendInfo, Capabilities
 from slotline.client import EngineClient, Health, LocalClient
 from slotline.config import EngineConfig
+from slotline.embedding import EMBED_ONLY, embedding_of
 from slotline.errors import (
     ConfigError,
     EngineClosed,
@@ -32,8 +33,9 @@ from slotline.manager import PluginManager
 from slotline.model import Message, Model
 from slotline.output import OutputProcessor
 from slotline.params import SamplingParams
+from slotline.plan import FloatArray
 from slotline.prompts import Prompt, PromptEncoder
-from slotline.request import Completion, Output, RequestEvent
+from slotline.request import Completion, Output, RequestEvent, SequenceRequest
 from slotline.scoring import SCORE_ONLY, Score, score_of
 from slotline.stats import EngineStats, RequestStats, engine_stats
 from slotline.text import Vocabulary
@@ -177,6 +179,7 @@ class Engine:
         deadline: float | None = None,
         cache_salt: str | None = None,
         adapter: str | None = None,
+        embed: bool = False,
         chat_options: Mapping[str, Any] | None = None,
     ) -> RequestHandle:
         """Check, encode and queue prompts; all of them and all their choices come in, or none.
@@ -190,6 +193,7 @@ class Engine:
             deadline: seconds within which it must finish.
             cache_salt: requests with another salt do not share cached prefixes with it.
             adapter: name of an adapter, for backends that have them.
+            embed: give the prompts' embeddings; use it with ``EMBED_ONLY``.
             chat_options: for chat messages, such as add_generation_prompt.
 
         Raises:
@@ -199,30 +203,39 @@ class Engine:
         """
         self._check_open()
         params = params or SamplingParams()
-        if adapter is not None:
-            raise UnsupportedParameter("adapter is not supported by this backend; leave it out", param="adapter")
         self._intake.check_place(priority, cache_salt, deadline)
+        self._intake.check_kind(adapter, embed=embed)
         request_id = self._new_id(request_id)
         resolved = self._intake.resolve(params)
         token_ids, cut = self._intake.truncated(
             await self._prompts.encode_all(prompts, chat_options or {}), resolved.params
         )
-        common = {"priority": priority, "client": client, "deadline": deadline, "cache_salt": cache_salt}
+        common = {
+            "priority": priority,
+            "client": client,
+            "deadline": deadline,
+            "cache_salt": cache_salt,
+            "embed": embed,
+        }
         sequences = self._intake.sequences(self._next_seq, token_ids, resolved, **common)
         self._next_seq += len(sequences)
         handle = RequestHandle(request_id, resolved.params, token_ids, self.vocabulary, resolved.notices + cut, client)
         handle.attach(sequences, self._abort_handle)
+        await self._enter(handle, sequences)
+        return handle
+
+    async def _enter(self, handle: RequestHandle, sequences: Sequence[SequenceRequest]) -> None:
+        """Let the core have a request; one that it refuses leaves no trace."""
         self._processor.register(handle)
-        self._handles[request_id] = handle
+        self._handles[handle.request_id] = handle
         try:
             await self._client.submit(sequences)
         except BaseException:
             self._processor.forget(handle)
-            del self._handles[request_id]
+            del self._handles[handle.request_id]
             raise
         self._stats.started(handle.usage.prompt_tokens)
         self._observe("admitted", handle)
-        return handle
 
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
@@ -255,6 +268,15 @@ class Engine:
             )
         handle = await self.submit(prompts, SCORE_ONLY, **options)
         return [score_of(completion) for completion in await handle.completions()]
+
+    async def embed(self, prompts: Sequence[Prompt], **options: Any) -> list[FloatArray]:
+        """Return the embedding of each prompt, [C] of length 1: the last layer's output at its last token.
+
+        Raises:
+            UnsupportedParameter: the backend gives no hidden states.
+        """
+        handle = await self.submit(prompts, EMBED_ONLY, embed=True, **options)
+        return [embedding_of(completion) for completion in await handle.completions()]
 
     def abort(self, request_id: str) -> bool:
         """End a request now; False if it is not running."""

@@ -161,6 +161,7 @@ class RequestHandle:
                 usage=usage,
                 warnings=self.warnings,
                 request_id=self.request_id,
+                embedding=g.last.embedding if g.last else None,
             )
             for index, g in enumerate(own)
         ]

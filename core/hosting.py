@@ -162,12 +162,21 @@ class EngineHost:
             if owner is not None:  # else it was aborted, or its client is gone, while this step was in flight
                 rows.setdefault(owner[0], []).append(row)
         admitted, errors = self._by_peer(batch.admitted), self._by_peer(batch.errors)
+        embedded = self._by_peer(batch.embeddings)
         for number in (*batch.seq_ids[batch.finish > 0].tolist(), *(number for number, _ in batch.errors)):
             self._forget(number)
         own = np.array([-1 if owner is None else owner[1] for owner in owners], np.int64)
         renamed = replace(batch, seq_ids=own)
         return [
-            (peer, _part(renamed, rows.get(peer, ()), admitted.get(peer, ()), errors.get(peer, ())))
+            (
+                peer,
+                replace(
+                    _rows_of(renamed, rows.get(peer, ())),
+                    admitted=tuple(admitted.get(peer, ())),
+                    errors=tuple(errors.get(peer, ())),
+                    embeddings=tuple(embedded.get(peer, ())),
+                ),
+            )
             for peer in {**rows, **admitted, **errors}
         ]
 
@@ -253,15 +262,10 @@ class _Peer:
         self._writer.close()
 
 
-def _part(
-    batch: OutputBatch,
-    rows: Sequence[int],
-    admitted: Sequence[tuple[int, int]],
-    errors: Sequence[tuple[int, SlotlineError]],
-) -> OutputBatch:
+def _rows_of(batch: OutputBatch, rows: Sequence[int]) -> OutputBatch:
     keep = np.zeros(len(batch.seq_ids), np.bool_)
     keep[list(rows)] = True
-    return replace(batch.select(keep), admitted=tuple(admitted), errors=tuple(errors))
+    return batch.select(keep)
 
 
 @asynccontextmanager

@@ -154,6 +154,18 @@ class Intake:
         if deadline is not None and not deadline > 0:
             raise InvalidParameter.of("deadline", deadline, "seconds, more than 0")
 
+    def check_kind(self, adapter: str | None, *, embed: bool) -> None:
+        """Refuse an adapter, and embedding where the backend gives no hidden states.
+
+        Raises:
+            UnsupportedParameter: saying so.
+        """
+        if adapter is not None:
+            raise UnsupportedParameter("adapter is not supported by this backend; leave it out", param="adapter")
+        if embed and not self.capabilities.embeddings:
+            message = "this backend gives no hidden states, so it cannot embed; serve the model with one that does"
+            raise UnsupportedParameter(message, param="input")
+
     # --- prompts ----------------------------------------------------------------------
 
     def check_ids(self, where: str, token_ids: Sequence[int]) -> None:

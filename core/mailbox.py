@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from slotline.logprobs import Logprobs
-from slotline.plan import LogprobColumns
+from slotline.logprobs import Logprobs, Part
+from slotline.plan import FloatArray, LogprobColumns
 from slotline.request import Output
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ class Choice:
         "box",
         "columns",
         "done",
+        "embedding",
         "finish_reason",
         "first_time",
         "ids",
@@ -49,7 +50,7 @@ class Choice:
         self.prompt_index = prompt_index
         self.ids: list[int] = []
         self.texts: list[str] = []
-        self.columns: list[LogprobColumns] = []
+        self.columns: list[Part] = []
         self.prompt_columns: list[LogprobColumns] = []
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
@@ -57,6 +58,7 @@ class Choice:
         self.wants_prompt_logprobs = False  # set by expect_prompt_logprobs
         self.listed = False  # whether the mailbox knows of unread output
         self.done = False
+        self.embedding: FloatArray | None = None
         self.total = 0  # tokens so far
         self.first_time = 0.0
 
@@ -72,9 +74,10 @@ class Choice:
             prompt_index=self.prompt_index,
             text="".join(self.texts),
             token_ids=self.ids,
-            logprobs=Logprobs(LogprobColumns.concat(self.columns), vocabulary) if self.wants_logprobs else None,
+            logprobs=Logprobs.of(self.columns, vocabulary) if self.wants_logprobs else None,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
+            embedding=self.embedding,
         )
         if self.prompt_columns:
             output.prompt_logprobs = Logprobs(LogprobColumns.concat(self.prompt_columns), vocabulary)

@@ -14,6 +14,7 @@ from slotline.config import EngineConfig
 from slotline.engine import Engine
 from slotline.manager import PluginManager
 from slotline.params import SamplingParams
+from slotline.plan import FloatArray
 from slotline.prompts import Prompt
 from slotline.request import Completion, Notice, Output
 from slotline.scoring import Score
@@ -115,6 +116,12 @@ class Pipeline:
         many = _is_list_of_prompts(prompts)
         scores: list[Score] = self._portal.call(self.engine.score, list(prompts) if many else [prompts])
         return scores if many else scores[0]
+
+    def embed(self, prompts: Prompt | list[Any]) -> FloatArray | list[FloatArray]:
+        """Return the embedding of one prompt, or of each of several."""
+        many = _is_list_of_prompts(prompts)
+        vectors: list[FloatArray] = self._portal.call(self.engine.embed, list(prompts) if many else [prompts])
+        return vectors if many else vectors[0]
 
     async def _submit(self, prompts: list[Any], params: SamplingParams | None, options: dict[str, Any]) -> Any:
         return await self.engine.submit(prompts, params, **options)

@@ -63,6 +63,9 @@ class OutputProcessor:
                 self._requests[seq_id].cached_tokens += cached
         if batch.prompt_logprobs is not None:
             self._deliver_prompts(batch)
+        for seq_id, vector in batch.embeddings:
+            if seq_id in self._choices:
+                self._choices[seq_id].embedding = vector
         self._deliver_tokens(batch)
         for seq_id, error in batch.errors:
             self._fail(seq_id, error)
@@ -104,7 +107,7 @@ class OutputProcessor:
             choice.first_time = self._clock()
             self._on_first(self._requests[choice.seq_id], choice.first_time)
         if columns is not None and choice.wants_logprobs:
-            choice.columns.append(columns.slice(at, at + 1))
+            choice.columns.append((columns, at, at + 1))
         stream = choice.stream
         if end == Finish.STOP and not self._requests[choice.seq_id].params.include_stop_str_in_output:
             return  # the text of an end token or stop id is not shown

@@ -8,7 +8,7 @@ from enum import IntEnum
 import numpy as np
 
 from slotline.errors import SlotlineError
-from slotline.plan import BoolArray, IntArray, LogprobColumns, LongArray, StepResult
+from slotline.plan import BoolArray, FloatArray, IntArray, LogprobColumns, LongArray, StepResult
 
 
 class Finish(IntEnum):
@@ -36,6 +36,7 @@ class OutputBatch:
         admitted: (seq_id, cached tokens) of sequences that got their first row.
         errors: (seq_id, error) of sequences that ended with an error.
         device_ms: time of the step on the device.
+        embeddings: (seq_id, [C]) of prompts that were to be embedded.
     """
 
     step_id: int
@@ -49,6 +50,7 @@ class OutputBatch:
     admitted: tuple[tuple[int, int], ...] = ()
     errors: tuple[tuple[int, SlotlineError], ...] = ()
     device_ms: float = 0.0
+    embeddings: tuple[tuple[int, FloatArray], ...] = ()
 
     def select(self, keep: BoolArray) -> OutputBatch:
         """Return the news of some sequences, with what is not about single ones; keep: [K]."""
@@ -78,11 +80,12 @@ def collect_outputs(
         finish: [R] Finish values.
     """
     keep = live
+    embedded = tuple((int(seq_ids[line]), vector) for line, vector in result.embeddings if live[line])
     if result.prompt_counts is None:
         keep = live & ((result.n_tokens > 0) | (finish > 0))
     batch = OutputBatch(
         result.step_id, seq_ids, result.tokens, result.n_tokens, finish, result.logprobs,
-        result.prompt_counts, result.prompt_logprobs, admitted, (), result.device_ms,
+        result.prompt_counts, result.prompt_logprobs, admitted, (), result.device_ms, embedded,
     )  # fmt: skip
     return batch.select(keep)
 
@@ -97,10 +100,4 @@ def _select(columns: LogprobColumns | None, counts: IntArray, keep: BoolArray) -
     """Return the positions of the rows that are kept."""
     if columns is None:
         return None
-    ends = np.cumsum(counts)
-    parts = [
-        columns.slice(int(end - n), int(end))
-        for end, n, kept in zip(ends.tolist(), counts.tolist(), keep.tolist(), strict=True)
-        if kept and n
-    ]
-    return LogprobColumns.concat(parts)
+    return columns.select(np.repeat(keep, counts))

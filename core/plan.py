@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -57,6 +57,7 @@ class RowSetup:
         prompt_logprobs: width for prompt positions; NO_LOGPROBS if not wanted.
         prompt_logprobs_from: first prompt position to deliver (later ones were delivered before
             a preemption); position 0 never has one.
+        embed: deliver the normalised output of the last layer at the prompt's last position.
     """
 
     row: int
@@ -73,6 +74,7 @@ class RowSetup:
     logprobs: int = NO_LOGPROBS
     prompt_logprobs: int = NO_LOGPROBS
     prompt_logprobs_from: int = 1
+    embed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,9 +149,17 @@ class LogprobColumns:
     ids: IntArray
     values: FloatArray
     ranks: IntArray
+    _lists: list[list[Any]] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __len__(self) -> int:
         return len(self.indptr) - 1
+
+    @property
+    def lists(self) -> list[list[Any]]:
+        """Return indptr, ids and values as lists, made once: all readers of a step's table share them."""
+        if not self._lists:
+            self._lists.extend(column.tolist() for column in (self.indptr, self.ids, self.values))
+        return self._lists
 
     @classmethod
     def empty(cls, positions: int = 0) -> LogprobColumns:
@@ -163,6 +173,14 @@ class LogprobColumns:
         return LogprobColumns(
             self.indptr[start : stop + 1] - low, self.ids[low:high], self.values[low:high], self.ranks[low:high]
         )
+
+    def select(self, positions: BoolArray) -> LogprobColumns:
+        """Return the positions [P] that are true."""
+        widths = np.diff(self.indptr)
+        kept = np.repeat(positions, widths)
+        indptr = np.zeros(int(np.count_nonzero(positions)) + 1, np.int32)
+        np.cumsum(widths[positions], out=indptr[1:])
+        return LogprobColumns(indptr, self.ids[kept], self.values[kept], self.ranks[kept])
 
     @classmethod
     def concat(cls, parts: Sequence[LogprobColumns]) -> LogprobColumns:
@@ -194,6 +212,7 @@ class StepResult:
         prompt_counts: [R] prompt positions delivered per row; None if no row asked.
         prompt_logprobs: those positions, in row order.
         device_ms: time on the device.
+        embeddings: (line of the plan, [C] fp32) of rows that asked and reached the end of their prompt.
     """
 
     step_id: int
@@ -206,3 +225,4 @@ class StepResult:
     prompt_counts: IntArray | None = None
     prompt_logprobs: LogprobColumns | None = None
     device_ms: float = 0.0
+    embeddings: tuple[tuple[int, FloatArray], ...] = ()

@@ -245,4 +245,5 @@ class Planner:
             logprobs=NO_LOGPROBS if request.logprobs is None else request.logprobs,
             prompt_logprobs=NO_LOGPROBS if request.prompt_logprobs is None else request.prompt_logprobs,
             prompt_logprobs_from=seq.prompt_delivered,
+            embed=request.embed,
         )

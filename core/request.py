@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from slotline.plan import IntArray
+from slotline.plan import FloatArray, IntArray
 
 if TYPE_CHECKING:
     from slotline.logprobs import Logprobs
@@ -56,6 +56,7 @@ class SequenceRequest:
         cache_salt: part of the prefix-cache identity.
         adapter: 0 is none.
         logprobs, prompt_logprobs: widths after the capability check; None if not wanted.
+        embed: the prompt's last hidden state is wanted, with max_tokens 0.
         leader: the sequence with the same prompt whose blocks this one should start from; None if it has none.
     """
 
@@ -73,6 +74,7 @@ class SequenceRequest:
     adapter: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    embed: bool = False
     leader: int | None = None
 
     @property
@@ -94,6 +96,7 @@ class Output:
         finish_reason: set on the last piece of a choice.
         stop_reason: the string or id that matched; None for the model's end token.
         prompt_logprobs: new prompt positions, if asked for; the first of all is None.
+        embedding: [C] of the prompt, if asked for.
     """
 
     index: int
@@ -104,6 +107,7 @@ class Output:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     prompt_logprobs: Logprobs | None = None
+    embedding: FloatArray | None = None
 
 
 @dataclass(slots=True)
@@ -121,6 +125,7 @@ class Completion:
     usage: Usage = field(default_factory=Usage)
     warnings: list[Notice] = field(default_factory=list)
     request_id: str = ""
+    embedding: FloatArray | None = None
     choices: list[Completion] = field(default_factory=list, repr=False)
 
 

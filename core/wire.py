@@ -66,6 +66,7 @@ class Asked(msgspec.Struct, array_like=True):
     logprobs: int | None
     prompt_logprobs: int | None
     leader: int | None
+    embed: bool = False
 
 
 # --- from a client --------------------------------------------------------------------
@@ -133,6 +134,7 @@ class Outputs(msgspec.Struct, tag=13, array_like=True):
     admitted: tuple[tuple[int, int], ...]
     failures: tuple[tuple[int, Failure], ...]
     device_ms: float
+    embeddings: tuple[tuple[int, bytes], ...] = ()
 
 
 class Told(msgspec.Struct, tag=14, array_like=True):
@@ -240,6 +242,7 @@ def pack_batch(batch: OutputBatch) -> Outputs:
         batch.admitted,
         tuple((seq_id, pack_error(error)) for seq_id, error in batch.errors),
         batch.device_ms,
+        tuple((seq_id, _bytes(vector)) for seq_id, vector in batch.embeddings),
     )
 
 
@@ -258,6 +261,7 @@ def unpack_batch(message: Outputs) -> OutputBatch:
         message.admitted,
         tuple((seq_id, unpack_error(failure)) for seq_id, failure in message.failures),
         message.device_ms,
+        tuple((seq_id, np.frombuffer(data, np.float32)) for seq_id, data in message.embeddings),
     )
 
 

@@ -219,3 +219,16 @@ def test_the_pipeline_answers_lists_streams_and_scores() -> None:
         assert one.text == many[0].text == " Paris." and many[1].text == "DEFGH"
         assert "".join(p.text for p in pipe.stream(FRANCE, SamplingParams(**GREEDY, max_tokens=2))) == " Paris."
         assert pipe.score(FRANCE + " Paris").logprobs[-1] == pytest.approx(-0.258, abs=2e-3)
+
+
+async def test_an_embedding_is_the_last_hidden_state_of_transformers(
+    engine: slotline.Engine, smollm2_reference: Any
+) -> None:
+    import torch
+
+    ids = engine.encode(FRANCE)
+    with torch.inference_mode():
+        states = smollm2_reference(torch.tensor([ids]), output_hidden_states=True).hidden_states[-1][0, -1]
+    expected = (states / states.norm()).numpy()
+    (found,) = await engine.embed([FRANCE])
+    assert found == pytest.approx(expected, abs=1e-3) and float(found @ expected) > 0.9999

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 import slotline
 from slotline.apis.native import native_routes
+from slotline.apis.openai.embeddings import Embeddings
 from slotline.apis.openai.endpoint import ChatCompletions, Completions
 from slotline.apis.openai.errors import (
     JSON_TYPE,
@@ -93,6 +94,7 @@ def _routes(service: Service) -> list[BaseRoute]:
     return [
         Route("/v1/completions", Completions(service), name="completions"),
         Route("/v1/chat/completions", ChatCompletions(service), name="chat_completions"),
+        Route("/v1/embeddings", Embeddings(service), name="embeddings"),
         Route("/v1/models", _Page(pages.models), name="models"),
         Route("/v1/models/{model:path}", _Page(pages.model), name="model"),
         Route("/v1/capabilities", _Page(pages.capabilities), name="capabilities"),

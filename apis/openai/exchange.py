@@ -113,6 +113,7 @@ class Exchange:
             deadline=self._service.settings.request_timeout,
             cache_salt=job.cache_salt,
             adapter=job.adapter,
+            embed=job.embed,
             chat_options=options,
         )
 

@@ -51,6 +51,7 @@ class Job:
         echo: show the prompt before the answer.
         echo_logprobs: the prompt's own logprobs were asked for through echo.
         shown: choices of each prompt that the answer has: the best of ``params.n`` where that is more.
+        embed: vectors are wanted, and no text.
         hides_logprobs: logprobs are there to find the best choices, and nobody asked to see them.
     """
 
@@ -65,6 +66,7 @@ class Job:
     priority: int = 0
     echo: bool = False
     echo_logprobs: bool = False
+    embed: bool = False
     shown: int = 1
     hides_logprobs: bool = False
     renamed: Mapping[str, str] = field(default_factory=dict)
@@ -82,7 +84,7 @@ def completion_job(body: CompletionBody, cap: int) -> Job:
     return _job(
         body,
         cap,
-        _prompts(body.prompt),
+        prompts_of(body.prompt, "prompt"),
         own,
         echo=bool(body.echo),
         echo_logprobs=scored,
@@ -195,22 +197,26 @@ def _chat_max_tokens(body: ChatBody) -> int | None:
     return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
 
 
-def _prompts(prompt: str | list[Any]) -> list[Prompt]:
-    """Read the four forms of a prompt: text, texts, token ids, lists of token ids."""
+def prompts_of(prompt: str | list[Any], name: str) -> list[Prompt]:
+    """Read the four forms of a prompt: text, texts, token ids, lists of token ids.
+
+    Raises:
+        InvalidParameter: by the name of the field that has them.
+    """
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
-        raise InvalidParameter.of("prompt", prompt, "a text, token ids, or a list of these that is not empty")
+        raise InvalidParameter.of(name, prompt, "a text, token ids, or a list of these that is not empty")
     kind = type(prompt[0])
     if kind is int:
-        _all_of(prompt, int, "prompt", "token ids, or texts, not mixed")
+        _all_of(prompt, int, name, "token ids, or texts, not mixed")
         return [prompt]
     if kind is list:
-        _all_of(prompt, list, "prompt", "lists of token ids, not mixed with anything else")
+        _all_of(prompt, list, name, "lists of token ids, not mixed with anything else")
         for number, ids in enumerate(prompt):
-            _all_of(ids, int, f"prompt[{number}]", "token ids")
+            _all_of(ids, int, f"{name}[{number}]", "token ids")
         return list(prompt)
-    _all_of(prompt, str, "prompt", "texts, token ids, or lists of token ids, not mixed")
+    _all_of(prompt, str, name, "texts, token ids, or lists of token ids, not mixed")
     return list(prompt)
 
 
@@ -219,4 +225,4 @@ def _all_of(items: list[Any], kind: type, where: str, allowed: str) -> None:
     position = next((i for i, item in enumerate(items) if type(item) is not kind), None)
     if position is not None:
         error = InvalidParameter.of(f"{where}[{position}]", items[position], allowed)
-        raise InvalidParameter(error.message, param="prompt")
+        raise InvalidParameter(error.message, param=where.partition("[")[0])

@@ -11,7 +11,7 @@ PART_JOINT = "\n"  # between the text parts of one message
 MAX_MESSAGES = 10_000
 
 # Kept for templates that read them.
-_PASSED_ON = {"name": str, "reasoning_content": str, "tool_call_id": str, "tool_calls": list}
+PASSED_ON = {"name": str, "reasoning_content": str, "tool_call_id": str, "tool_calls": list}
 
 
 def normalise(messages: str | list[Any]) -> list[dict[str, Any]]:
@@ -38,7 +38,7 @@ def _message(item: Any, where: str) -> dict[str, Any]:
     for name, value in item.items():
         if name in ("role", "content") or value is None:
             continue
-        kind = _PASSED_ON.get(name)
+        kind = PASSED_ON.get(name)
         if kind is None:
             raise RequestError(f"{where} has the unknown field {name[:80]!r}", param="messages")
         if not isinstance(value, kind):

@@ -167,6 +167,19 @@ class AnswerConformance(EngineBase):
         assert [next(iter(entry or ())) for entry in rest] == done.prompt_token_ids[1:]
 
     @in_loop
+    async def test_prompts_are_embedded_or_refused(self) -> None:
+        async with self.open() as engine:
+            if not self.can.embeddings:
+                with pytest.raises(UnsupportedParameter):
+                    await engine.embed([TEXT])
+                return
+            one, other, again = [v for v in await engine.embed([TEXT, TEXT + "!", TEXT])]
+            (alone,) = await engine.embed([TEXT])  # with its prefix cached
+        assert float(one @ one) == pytest.approx(1, abs=1e-4) and one.ndim == 1
+        assert again == pytest.approx(one, abs=1e-3) and alone == pytest.approx(one, abs=1e-3)
+        assert other != pytest.approx(one, abs=1e-3)
+
+    @in_loop
     async def test_choices_have_an_answer_each(self) -> None:
         async with self.open() as engine:
             done = await engine.generate(TEXT, self.params(n=3, max_tokens=5))

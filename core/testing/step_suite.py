@@ -256,6 +256,22 @@ class StepConformance(Conformance):
             driver.end(0)
         assert delivered["chunked"] == pytest.approx(delivered["whole"], abs=1e-3)
 
+    def test_embeddings_are_the_same_in_chunks_and_in_company(
+        self, driver: StepDriver, prompt: list[int], capabilities: Capabilities
+    ) -> None:
+        if not capabilities.embeddings:
+            pytest.skip("embeddings are not declared")
+        driver.admit(0, prompt, max_tokens=0, embed=True)
+        ((_, alone),) = driver.step(Work(0, len(prompt), sample=False)).embeddings
+        driver.end(0)
+        for row in (0, 1):
+            driver.admit(row, prompt if row else prompt[::-1], max_tokens=0, embed=True)
+        assert not driver.step(Work(0, 1, sample=False), Work(1, 4, sample=False)).embeddings
+        (_, other), (_, same) = driver.step(
+            Work(0, len(prompt) - 1, sample=False), Work(1, len(prompt) - 4, sample=False)
+        ).embeddings
+        assert same == pytest.approx(alone, abs=1e-3) and other != pytest.approx(alone, abs=1e-3)
+
     def test_logprobs_are_the_same_in_company(
         self, driver: StepDriver, prompt: list[int], capabilities: Capabilities
     ) -> None:

@@ -59,6 +59,7 @@ class StepDriver:
         seed: int = 0,
         logprobs: int = NO_LOGPROBS,
         prompt_logprobs: int = NO_LOGPROBS,
+        embed: bool = False,
         **params: Any,
     ) -> RowSetup:
         """Let a sequence into a row with the next step; greedy unless ``temperature`` says otherwise.
@@ -81,6 +82,7 @@ class StepDriver:
             max_len=len(token_ids) + max_tokens,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
+            embed=embed,
         )
         self.setups[row] = setup
         self._known[row] = [*token_ids, *output]
@@ -191,6 +193,10 @@ def check_result(plan: StepPlan, result: StepResult, setups: Sequence[RowSetup |
     asked = [s.logprobs if s is not None else None for s in setups]
     _check_logprobs(result, asked, vocab_size)
     _check_prompt_logprobs(plan, result, setups, vocab_size)
+    ends = (plan.start + plan.count).tolist()
+    wanted = [i for i, s in enumerate(setups) if s is not None and s.embed and ends[i] == s.prompt_len]
+    assert [line for line, _ in result.embeddings] == wanted, "embeddings are not those of prompts that ended here"
+    assert all(v.ndim == 1 and np.isfinite(v).all() for _, v in result.embeddings), "an embedding is no finite vector"
 
 
 def _check_row(plan: StepPlan, result: StepResult, i: int, setup: RowSetup | None, vocab_size: int) -> None:
