@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING, overload
 
 from slotline.plan import LogprobColumns
@@ -24,6 +23,9 @@ class TokenLogprob:
     bytes: bytes
 
 
+Part = tuple[LogprobColumns, int, int]  # columns, start, stop
+
+
 class Logprobs(Sequence["dict[int, float] | None"]):
     """Log-probabilities of consecutive tokens; ``lp[i]`` is ``{token_id: value}``, the token itself first.
 
@@ -31,14 +33,29 @@ class Logprobs(Sequence["dict[int, float] | None"]):
     the candidates come from ``entries(i)``.
     """
 
-    __slots__ = ("_vocabulary", "columns")
+    __slots__ = ("_parts", "_vocabulary")
 
     def __init__(self, columns: LogprobColumns, vocabulary: Vocabulary) -> None:
-        self.columns = columns
+        self._parts: list[Part] = [(columns, 0, len(columns))]
         self._vocabulary = vocabulary
 
+    @classmethod
+    def of(cls, parts: list[Part], vocabulary: Vocabulary) -> Logprobs:
+        """Return the positions ``start .. stop`` of each (columns, start, stop), one after the other."""
+        made = cls.__new__(cls)
+        made._parts, made._vocabulary = parts, vocabulary
+        return made
+
+    @property
+    def columns(self) -> LogprobColumns:
+        """Return all of it as one table."""
+        if len(self._parts) != 1 or self._parts[0][1:] != (0, len(self._parts[0][0])):
+            whole = LogprobColumns.concat([columns.slice(start, stop) for columns, start, stop in self._parts])
+            self._parts = [(whole, 0, len(whole))]
+        return self._parts[0][0]
+
     def __len__(self) -> int:
-        return len(self.columns)
+        return sum(stop - start for _, start, stop in self._parts)
 
     @overload
     def __getitem__(self, index: int) -> dict[int, float] | None: ...
@@ -57,10 +74,11 @@ class Logprobs(Sequence["dict[int, float] | None"]):
         return dict(zip(c.ids[low:high].tolist(), c.values[low:high].tolist(), strict=True))
 
     def __iter__(self) -> Iterator[dict[int, float] | None]:
-        ids, values = self.columns.ids.tolist(), self.columns.values.tolist()
-        bounds = self.columns.indptr.tolist()
-        for low, high in pairwise(bounds):
-            yield dict(zip(ids[low:high], values[low:high], strict=True)) if high > low else None
+        for columns, start, stop in self._parts:
+            bounds, ids, values = columns.lists
+            for at in range(start, stop):
+                low, high = bounds[at], bounds[at + 1]
+                yield dict(zip(ids[low:high], values[low:high], strict=True)) if high > low else None
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sequence):
