@@ -75,6 +75,7 @@ class Interactive(Post):
             self.service.check_model(body.model)
         key = None if body.session_id in (None, -1) else (asked.client, body.session_id)
         if body.breaks_off or body.ends:
+            body.params(0)  # what is wrong with it is said, though nothing is generated
             return self._settle(body, key)
         if key is None and body.interactive_mode:
             raise ApiError(400, "session_id is missing; allowed with interactive_mode: a number", param="session_id")

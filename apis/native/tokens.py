@@ -30,8 +30,8 @@ class DetokenizeBody(Body):
     skip_special_tokens: bool | None = None
 
 
-_OF_TEXTS = ("add_special_tokens", "parse_special")
-_OF_MESSAGES = tuple(ConversationBody.model_fields)
+OF_TEXTS = ("add_special_tokens", "parse_special")
+OF_MESSAGES = tuple(ConversationBody.model_fields)
 
 
 class Tokenize(Post):
@@ -60,7 +60,7 @@ def _check_kind(body: TokenizeBody) -> None:
     if (body.prompt is None) == (body.messages is None):
         state = "missing" if body.prompt is None else "given, and so are messages"
         raise ApiError(400, f"prompt is {state}; allowed: either prompt or messages", param="prompt")
-    other, names = ("messages", _OF_MESSAGES) if body.messages is None else ("prompt", _OF_TEXTS)
+    other, names = ("messages", OF_MESSAGES) if body.messages is None else ("prompt", OF_TEXTS)
     for name in names:
         if getattr(body, name) is not None:
             raise ApiError(400, f"{name} is given; allowed: only with {other}", param=name)

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 import slotline
 from slotline.apis.native import native_routes
+from slotline.apis.openai.document import document
 from slotline.apis.openai.embeddings import Embeddings
 from slotline.apis.openai.endpoint import ChatCompletions, Completions
 from slotline.apis.openai.errors import (
@@ -30,6 +31,7 @@ from slotline.apis.openai.errors import (
     wrong_method,
 )
 from slotline.apis.openai.service import EngineLifespan, Service, Settings, logprob_cap, names_of
+from slotline.apis.openai.swagger import Swagger
 from slotline.config import EngineConfig
 from slotline.engine import Engine, Health
 
@@ -90,7 +92,7 @@ def _settings(settings: Settings | None, names: str | Sequence[str] | None) -> S
 
 
 def _routes(service: Service) -> list[BaseRoute]:
-    pages = _Pages(service)
+    pages, swagger = _Pages(service), Swagger()
     return [
         Route("/v1/completions", Completions(service), name="completions"),
         Route("/v1/chat/completions", ChatCompletions(service), name="chat_completions"),
@@ -103,6 +105,9 @@ def _routes(service: Service) -> list[BaseRoute]:
         Route("/health/ready", _Page(pages.health), name="ready"),
         Route("/metrics", _Page(pages.metrics), name="metrics"),
         *native_routes(service),
+        Route("/openapi.json", _Page(pages.document), name="openapi"),
+        Route("/docs", swagger, name="docs"),
+        Route("/docs/{file}", swagger, name="docs_file"),
     ]
 
 
@@ -142,6 +147,10 @@ class _Pages:
     async def capabilities(self, scope: Scope, send: Send) -> None:
         engine = self._service.ready()
         await send_json(send, _can_do(engine, self._service.names()))
+
+    async def document(self, scope: Scope, send: Send) -> None:
+        engine = self._service.ready()
+        await send_json(send, document(engine, self._service.names(), scope.get("root_path", "")))
 
     async def health(self, scope: Scope, send: Send) -> None:
         health = self._service.health()
