@@ -36,10 +36,10 @@ def run_server(server: Server, sockets: Sequence[socket.socket]) -> None:
     Raises:
         SlotlineError, CommandFailed: what the engine failed of.
     """
-    server.on_open(lambda _: _settle_memory())
+    server.on_open(lambda _: settle_memory())
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         runner.run(server.serve(sockets=list(sockets)))
-    _close_streams()
+    close_streams()
     if server.failure is not None:
         if isinstance(server.failure, SlotlineError):
             raise server.failure
@@ -61,13 +61,13 @@ def loop_factory() -> Any:
     return uvloop.new_event_loop
 
 
-def _settle_memory() -> None:
+def settle_memory() -> None:
     """Leave what is loaded out of every later collection, of which a full one would halt all streams."""
     gc.collect()
     gc.freeze()
 
 
-def _close_streams() -> None:
+def close_streams() -> None:
     """Flush stdout and stderr; where that fails, keep the interpreter from failing over it at its exit."""
     for stream in (sys.stdout, sys.stderr):
         try:

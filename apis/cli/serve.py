@@ -30,6 +30,13 @@ _OPTIONS = (
         "--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Port; 0 takes a free one."
     ),
     click.option(
+        "--api-workers",
+        type=click.IntRange(0, 64),
+        default=0,
+        show_default=True,
+        help="Processes that speak HTTP, apart from one that runs the engine; 0 does all in one.",
+    ),
+    click.option(
         "--served-model-name",
         multiple=True,
         help="Name that requests use; may be given several times. [default: MODEL]",
@@ -75,23 +82,53 @@ def _server_options(command: Command) -> Command:
 @click.command()
 @engine_options()
 @_server_options
-def serve(config: EngineConfig, host: str, port: int, log_format: str, access_log: bool, **given: Any) -> None:
+def serve(
+    config: EngineConfig, host: str, port: int, api_workers: int, log_format: str, access_log: bool, **given: Any
+) -> None:
     """Serve MODEL behind OpenAI's routes."""
-    from slotline.apis.cli.process import prepare, run_server
-    from slotline.apis.cli.server import Server
-    from slotline.apis.openai.service import EngineLifespan
+    from slotline.apis.cli.process import prepare
 
     if config.threads is None:
         config = config.with_options(threads=1)  # more of them spin between steps, and the loop needs a core
-    listener = _listen(host, port)
-    options = _options_of(listener, given)
+    listeners = _listen(host, port, api_workers)
+    options = _options_of(listeners[0], given)
     options.check()
-    prepare(json=log_format == "json", access=access_log)
-    server = Server(partial(EngineLifespan, config, background=True), options)
-    server.on_open(_announcer(listener, options))
+    log = {"json": log_format == "json", "access": access_log}
+    prepare(**log)
     if log_format == "text":  # else every line of stderr is JSON
         say(f"loading {config.model}")
-    run_server(server, [listener])
+    if api_workers:
+        _serve_apart(config, options, listeners, log)
+    else:
+        _serve_here(config, options, listeners)
+
+
+def _serve_here(config: EngineConfig, options: ServerOptions, listeners: list[socket.socket]) -> None:
+    """Serve from this process, the engine in it."""
+    from slotline.apis.cli.process import run_server
+    from slotline.apis.cli.server import Server
+    from slotline.apis.openai.service import EngineLifespan
+
+    server = Server(partial(EngineLifespan, config, background=True), options)
+    announce = _announcer(listeners[0], options)
+    server.on_open(lambda engine: announce(engine.model.name, engine.max_model_len, cache_tokens(engine)))
+    run_server(server, listeners)
+
+
+def _serve_apart(
+    config: EngineConfig, options: ServerOptions, listeners: list[socket.socket], log: dict[str, bool]
+) -> None:
+    """Serve from processes of their own: one for the engine, one for each listener."""
+    from slotline.apis.cli.child import ChildSpec
+    from slotline.apis.cli.supervisor import supervise
+
+    announce = _announcer(listeners[0], options)
+    supervise(
+        partial(ChildSpec, config=config, options=options, log_json=log["json"], log_access=log["access"]),
+        listeners,
+        drain_timeout=options.drain_timeout,
+        on_ready=lambda ready: announce(ready.model, ready.context, ready.cache_tokens),
+    )
 
 
 def _options_of(listener: socket.socket, given: dict[str, Any]) -> ServerOptions:
@@ -110,8 +147,8 @@ def _options_of(listener: socket.socket, given: dict[str, Any]) -> ServerOptions
     return ServerOptions(local=local, allowed_origins=origins, settings=settings, **given)
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    """Take the port before a model is loaded.
+def _listen(host: str, port: int, workers: int) -> list[socket.socket]:
+    """Take the port before a model is loaded, with a socket for each worker.
 
     Raises:
         CommandFailed: it is in use, or the address is not this machine's.
@@ -120,23 +157,30 @@ def _listen(host: str, port: int) -> socket.socket:
 
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+        if not workers:
+            return [socket.create_server((host, port), family=family, backlog=BACKLOG)]
+        from slotline.apis.cli.supervisor import listen_apart
+
+        return listen_apart(host, port, workers, BACKLOG)
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or str(error)
         raise CommandFailed(f"cannot listen on {host} port {port}: {reason}") from None
 
 
-def _announcer(listener: socket.socket, options: ServerOptions) -> Callable[[Engine], None]:
+def _announcer(listener: socket.socket, options: ServerOptions) -> Callable[[str, int, int], None]:
     """Return what prints where the server is, once its engine is there."""
     host, port = listener.getsockname()[:2]
     address = f"{'http' if options.tls_cert is None else 'https'}://{f'[{host}]' if ':' in host else host}:{port}"
     names = options.settings.served_model_name
 
-    def announce(engine: Engine) -> None:
+    def announce(model: str, context: int, cache: int) -> None:
         from slotline.apis.cli.process import tell
 
-        cache = (engine.info.num_blocks - 1) * engine.info.block_size  # block 0 is scratch
-        served = ", ".join(names) or engine.model.name
-        tell(f"serving {served} at {address} (context {engine.max_model_len}, KV cache {cache} tokens)")
+        tell(f"serving {', '.join(names) or model} at {address} (context {context}, KV cache {cache} tokens)")
 
     return announce
+
+
+def cache_tokens(engine: Engine) -> int:
+    """Return how many tokens the KV cache holds; block 0 is scratch."""
+    return (engine.info.num_blocks - 1) * engine.info.block_size

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import cast
+from typing import Any, cast
 
 import uvicorn
 from starlette.middleware.cors import CORSMiddleware
@@ -112,6 +113,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, make_lifespan: Callable[..., EngineLifespan], options: ServerOptions) -> None:
         self.failure: BaseException | None = None
+        self._beside: list[Callable[[], Coroutine[Any, Any, None]]] = []
         self._lifespan = lifespan = make_lifespan(on_failure=self._fail)
         super().__init__(
             ServerConfig(
@@ -129,6 +131,23 @@ class Server(uvicorn.Server):
                 ssl_keyfile=options.tls_key,
             )
         )
+
+    def beside(self, task: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run a task beside the server, for as long as that runs."""
+        self._beside.append(task)
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve until a signal or a failure."""
+        tasks = [asyncio.ensure_future(task()) for task in self._beside]
+        try:
+            await super().serve(sockets)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    def stop(self) -> None:
+        """Drain and end, as at a signal."""
+        self.should_exit = True
 
     def on_open(self, tell: Callable[[Engine], None]) -> None:
         """Call ``tell`` when the engine is there."""

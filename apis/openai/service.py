@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 
 import anyio
@@ -92,9 +92,13 @@ class EngineLifespan:
             finally:
                 group.cancel_scope.cancel()
 
+    def open(self) -> AbstractAsyncContextManager[Engine]:
+        """Open the engine; a lifespan that gets it elsewhere says so here."""
+        return Engine.open(config=self.config)
+
     @asynccontextmanager
     async def _opened(self) -> AsyncIterator[Engine]:
-        async with Engine.open(config=self.config) as engine:
+        async with self.open() as engine:
             for opened in self.on_open:
                 opened(engine)
             self.engine = engine

@@ -77,7 +77,7 @@ def host() -> Iterator[Host]:
 
 async def idle(core) -> None:
     """Wait until nothing is left in a core; the test's own time limit ends it otherwise."""
-    while not core.scheduler.idle:  # noqa: ASYNC110 - it is asked, it does not call
+    while not core.scheduler.idle:  # it is asked, it does not call
         await asyncio.sleep(0)
     core.scheduler.check_integrity()
     assert core.stats().active_blocks == 0
@@ -200,13 +200,13 @@ async def test_an_engine_that_ends_fails_its_requests_and_the_next_one_is_used(h
             assert isinstance(result, EngineLost)
         over.set()
         await process
-        while engine.health().ok:  # noqa: ASYNC110 - until the client sees that its next connection ended, too
+        while engine.health().ok:  # until the client sees that its next connection ended, too
             await asyncio.sleep(0)
         assert engine.health().status == "loading" and engine.stats().requests_finished["error"] >= 5
         with pytest.raises(EngineLost):
             await engine.generate("abc")
         async with host.running() as core:
-            while not engine.health().ok:  # noqa: ASYNC110
+            while not engine.health().ok:
                 await asyncio.sleep(0)
             assert (await engine.generate("abc")).text == "abc"
             await idle(core)

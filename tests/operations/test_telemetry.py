@@ -320,7 +320,7 @@ async def test_health_is_by_progress(monkeypatch):
         pieces = handle.pieces()
         first = asyncio.ensure_future(anext(pieces))
         while engine.health().status != "wedged":
-            await asyncio.sleep(0)  # noqa: ASYNC110 - health is asked, it does not call
+            await asyncio.sleep(0)
         assert stuck.is_set()
         go_on.set()
         await first
