@@ -75,7 +75,7 @@ class InteractiveBody(Body):
             InvalidParameter: naming the field by the name that it has here.
         """
         given: dict[str, Any] = {name: value for name in _SAME if (value := getattr(self, name)) is not None}
-        if self.stop:
+        if self.stop and self.stop is not True:
             given["stop"] = self.stop
         try:
             return SamplingParams(max_tokens=max_tokens, **given)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib.resources.abc import Traversable
 
+import anyio.to_thread
 import swagger_ui_bundle
 from starlette.types import Receive, Scope, Send
 
@@ -52,8 +53,7 @@ class Swagger:
     """GET the page, its script, and the few files of Swagger UI that it needs."""
 
     def __init__(self) -> None:
-        root: Traversable = swagger_ui_bundle.swagger_ui_path
-        self._files = {name: (root / name).read_bytes() for name in _FILES}
+        self._read: dict[str, bytes] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -65,7 +65,14 @@ class Swagger:
             await send_bytes(send, _PAGE, content_type=b"text/html; charset=utf-8", headers=_HEADERS)
         elif name == "start.js":
             await send_bytes(send, _START, content_type=_FILES["swagger-ui-bundle.js"], headers=_HEADERS)
-        elif name in self._files:
-            await send_bytes(send, self._files[name], content_type=_FILES[name], headers=_HEADERS)
+        elif name in _FILES:
+            await send_bytes(send, await self._file(name), content_type=_FILES[name], headers=_HEADERS)
         else:
             await send_error(send, not_found(f"/docs/{name}"))
+
+    async def _file(self, name: str) -> bytes:
+        """Return one of the files, read once and off the event loop."""
+        if name not in self._read:
+            root: Traversable = swagger_ui_bundle.swagger_ui_path
+            self._read[name] = await anyio.to_thread.run_sync((root / name).read_bytes)
+        return self._read[name]
