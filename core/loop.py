@@ -159,7 +159,11 @@ class EngineCore:
                 except Exception as error:
                     await self._recover(error)
                     continue
-                self._take_in(result, since)
+                batch = self._take_in(result, since)
+                try:
+                    await self._launches()
+                finally:
+                    self._post(batch)
         except Exception as error:
             log.exception("the engine loop failed")
             self.give_up(EngineUnhealthy(f"the engine loop failed: {error!r}"))
@@ -195,8 +199,8 @@ class EngineCore:
         self._wake.clear()
         await self._wake.wait()
 
-    def _take_in(self, result: StepResult, since: float) -> None:
-        """Commit a result, launch what follows, then post the news."""
+    def _take_in(self, result: StepResult, since: float) -> OutputBatch:
+        """Commit a result, launch what follows, and return the news."""
         began = time.perf_counter()
         self._launched.popleft()
         self._last_progress = time.monotonic()
@@ -208,7 +212,16 @@ class EngineCore:
         if self._timers:
             for seq_id in batch.seq_ids[batch.finish > 0].tolist():
                 self._forget(seq_id)
-        self._post(batch)
+        return batch
+
+    async def _launches(self) -> None:
+        """Wait until the thread has launched the newest step, where that is all it does.
+
+        Launching takes the interpreter, and so do readers of the news: side by side, each would wait for the other's
+        turns to end, with the device idle meanwhile.
+        """
+        if self.depth > 1 and self._launched:
+            await asyncio.wait([asyncio.wrap_future(self._launched[-1][0])])
 
     def _post(self, batch: OutputBatch) -> None:
         self._outbox.append(batch)

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slotline.kernels.dependent import launching, release, wait
+from slotline.kernels.dependent import launching, release, wait, warm
 from slotline.kernels.launch import jit, padded, varying
 
 SPLIT = 512  # keys, where rows must be cut alike in every batch
@@ -56,7 +56,7 @@ def split_for(rows: int) -> tuple[int, int]:
         return 64, 16
     if rows <= 8:
         return 128, 16
-    return (512, 16) if rows <= 24 else (1024, 8) if rows <= 128 else (2048, 8)
+    return (256, 16) if rows <= 16 else (1024, 16) if rows <= 128 else (2048, 8)
 
 
 @jit
@@ -220,6 +220,12 @@ def _join(
     tl.store(target + line[:, None] * DIM + dim[None, :], acc / mass[:, None], mask=inside)
 
 
+@jit
+def _warm_rows(rows: tl.tensor, DIM: tl.constexpr, DEPENDENT: tl.constexpr) -> None:
+    for at in tl.static_range(0, DIM, 128 // (rows.dtype.element_ty.primitive_bitwidth // 8)):
+        warm(rows + at, DEPENDENT)
+
+
 @varying("window", "split", "most")
 def _attend_kernel(
     q: tl.tensor,
@@ -254,11 +260,20 @@ def _attend_kernel(
 ) -> None:
     head, item = tl.program_id(0), tl.program_id(1)
     release(DEPENDENT)
+    # The item is read beside the total, not after it: the first one is there whatever the total. Items and tables are
+    # older than the kernel in front; the cache of the multiprocessor may be, too.
+    at = items + item * 4
+    row, low = tl.load(at, cache_modifier=".cg"), tl.load(at + 1, cache_modifier=".cg")
+    length, table_row = tl.load(at + 2, cache_modifier=".cg"), tl.load(at + 3, cache_modifier=".cg")
+    end = tl.load(total, cache_modifier=".cg")
+    if LISTED and DEPENDENT:
+        if item < end:
+            page = tl.maximum(low, tl.where(window > 0, tl.maximum(length - window, 0), 0)) // PAGE
+            block = tl.load(tables + table_row.to(tl.int64) * table_stride + page, cache_modifier=".cg")
+            lines = (block.to(tl.int64) * KV_HEADS + head) * (PAGE * DIM) + tl.arange(0, PAGE) * DIM
+            _warm_rows(k_pages + lines, DIM, DEPENDENT)
+            _warm_rows(v_pages + lines, DIM, DEPENDENT)
     wait(DEPENDENT)
-    # The item is read beside the total, not after it: the first one is there whatever the total.
-    row, low, length = tl.load(items + item * 4), tl.load(items + item * 4 + 1), tl.load(items + item * 4 + 2)
-    table_row = tl.load(items + item * 4 + 3)
-    end = tl.load(total)
     line, dim = tl.arange(0, GROUP_PAD), tl.arange(0, DIM_PAD)
     inside = (line < GROUP)[:, None] & (dim < DIM)[None, :]
     tile = line[:, None] * DIM + dim[None, :]
@@ -308,7 +323,7 @@ def _settings(rows: int, row_bytes: int, full: bool) -> dict[str, int]:
         return {"num_warps": 4, "num_stages": 2}
     if rows <= 2:
         return {"num_warps": 4, "num_stages": 3}
-    return {"num_warps": 1, "num_stages": 3} if rows <= 32 else {"num_warps": 2, "num_stages": 2}
+    return {"num_warps": 1, "num_stages": 3} if rows <= 40 else {"num_warps": 2, "num_stages": 2}
 
 
 def paged_attention(
@@ -323,6 +338,7 @@ def paged_attention(
     scale: float,
     window: int = 0,
     soft_cap: float = 0.0,
+    out: Tensor | None = None,
     dependent: bool = False,
 ) -> Tensor:
     """Return [B, Hq, D] the attention of one query a row; rows of length 0 keep what is in memory.
@@ -336,13 +352,15 @@ def paged_attention(
         work: from ``list_splits`` with the same lengths and window.
         window: how many of the last keys count; 0 is all.
         soft_cap: logits x become cap tanh(x / cap); 0 is off.
-        dependent: launch before the kernel in front is done, see `dependent`.
+        out: where to write it, contiguous; a new tensor unless given.
+        dependent: launch before the kernel in front is done, which must be that of `rotate_and_store`; ``work`` and
+            ``tables`` must have been written before that one.
     """
     batch, heads, dim = q.shape
     _, kv_heads, page, _ = k_pages.shape
     if kv_heads > MAX_KV_HEADS:
         raise ValueError(f"{kv_heads} KV heads are more than {MAX_KV_HEADS}")
-    out = torch.empty_like(q)
+    out = torch.empty_like(q) if out is None else out
     capacity = len(work.items)
     partial = torch.empty((capacity, heads, dim), dtype=torch.float32, device=q.device)
     sums = torch.empty((capacity, heads), dtype=torch.float32, device=q.device)

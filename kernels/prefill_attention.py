@@ -207,6 +207,7 @@ def prefill_attention(
     scale: float,
     window: int = 0,
     soft_cap: float = 0.0,
+    out: Tensor | None = None,
     dependent: bool = False,
 ) -> Tensor:
     """Return [T, Hq, D] the attention of all chunks' queries.
@@ -217,11 +218,12 @@ def prefill_attention(
         tables: [S, pages] int32, the blocks of each table row.
         window: how many of the last keys count; 0 is all.
         soft_cap: logits x become cap tanh(x / cap); 0 is off.
+        out: where to write it, contiguous; a new tensor unless given.
         dependent: launch before the kernel in front is done, see `dependent`.
     """
     _, heads, dim = q.shape
     _, kv_heads, page, _ = k_pages.shape
-    out = torch.empty_like(q)
+    out = torch.empty_like(q) if out is None else out
     settings = _settings(dim, q.element_size())
     parts = settings["PARTS"]
     _prefill_kernel[(heads, len(chunks.tile_chunks) * parts)](

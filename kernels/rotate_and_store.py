@@ -4,7 +4,8 @@ For each head of q and k (after its RMS norm, where the model has one), with hal
 
     (a, b) -> (a cos - b sin, b cos + a sin)
 
-q goes to a tensor of its own; k, and v as it is, go to their page. One program per token and head.
+q goes to a tensor of its own; k, and v as it is, go to their page. A program takes one head of a token where tokens are
+few, which ends soonest, and many heads where they are many: small programs by the ten thousand take ten times as long.
 Su et al., "RoFormer", 2021.
 """
 
@@ -13,11 +14,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
 from slotline.kernels.dependent import launching, release, wait
 from slotline.kernels.launch import jit, padded
+
+FEW = 16  # tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +44,10 @@ def _normed(
     HALF: tl.constexpr,
     LIKE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    scale = tl.rsqrt((tl.sum(first * first, 0) + tl.sum(second * second, 0)) / (2 * HALF) + eps)
-    low = tl.load(weight + lane, mask=inside, other=0.0).to(tl.float32)
-    high = tl.load(weight + HALF + lane, mask=inside, other=0.0).to(tl.float32)
+    """Return the halves [heads, lanes], each head divided by its root mean square and times the weight."""
+    scale = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * HALF) + eps)[:, None]
+    low = tl.load(weight + lane, mask=inside, other=0.0).to(tl.float32)[None, :]
+    high = tl.load(weight + HALF + lane, mask=inside, other=0.0).to(tl.float32)[None, :]
     first = ((first * scale).to(LIKE).to(tl.float32) * low).to(LIKE).to(tl.float32)
     second = ((second * scale).to(LIKE).to(tl.float32) * high).to(LIKE).to(tl.float32)
     return first, second
@@ -67,36 +72,43 @@ def _rotate_kernel(
     BLOCK: tl.constexpr,
     PAGE: tl.constexpr,
     NORM: tl.constexpr,
+    TAKEN: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
-    release(DEPENDENT)
     wait(DEPENDENT)
-    token, head = tl.program_id(0), tl.program_id(1)
+    release(DEPENDENT)  # only now, so that attention may read ahead
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * TAKEN + tl.arange(0, TAKEN)
     lane = tl.arange(0, BLOCK)
     inside = lane < HALF
     LIKE: tl.constexpr = qkv.dtype.element_ty
-    source = qkv + token.to(tl.int64) * stride + head * 2 * HALF + lane
-    first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
-    if head < HEADS + KV_HEADS:
-        if NORM:
-            weight = q_weight if head < HEADS else k_weight
-            first, second = _normed(first, second, weight, lane, inside, eps, HALF, LIKE)
-        turn = angles + tl.load(positions + token).to(tl.int64) * 2 * HALF + lane
-        cos = tl.load(turn, mask=inside, other=0.0)
-        sin = tl.load(turn + HALF, mask=inside, other=0.0)
-        first, second = first * cos - second * sin, second * cos + first * sin
-    if head < HEADS:
-        target = q_out + (token.to(tl.int64) * HEADS + head) * 2 * HALF + lane
-        tl.store(target, first, mask=inside)
-        tl.store(target + HALF, second, mask=inside)
-    else:
-        place = tl.load(places + token).to(tl.int64)
-        kv_head = (head - HEADS) % KV_HEADS
-        offset = ((place // PAGE * KV_HEADS + kv_head) * PAGE + place % PAGE) * 2 * HALF + lane
-        pages = k_pages if head < HEADS + KV_HEADS else v_pages
-        tl.store(pages + offset, first, mask=inside)
-        tl.store(pages + offset + HALF, second, mask=inside)
+    there = (head < HEADS + 2 * KV_HEADS)[:, None] & inside[None, :]
+    source = qkv + token * stride + head[:, None] * 2 * HALF + lane[None, :]  # [TAKEN, BLOCK]
+    first = tl.load(source, mask=there, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF, mask=there, other=0.0).to(tl.float32)
+    is_query = (head < HEADS)[:, None]
+    is_value = (head >= HEADS + KV_HEADS)[:, None]
+    low, high = first, second
+    if NORM:
+        q_first, q_second = _normed(first, second, q_weight, lane, inside, eps, HALF, LIKE)
+        k_first, k_second = _normed(first, second, k_weight, lane, inside, eps, HALF, LIKE)
+        low, high = tl.where(is_query, q_first, k_first), tl.where(is_query, q_second, k_second)
+    turn = angles + tl.load(positions + token).to(tl.int64) * 2 * HALF + lane
+    cos = tl.load(turn, mask=inside, other=0.0)[None, :]
+    sin = tl.load(turn + HALF, mask=inside, other=0.0)[None, :]
+    low, high = low * cos - high * sin, high * cos + low * sin
+    target = q_out + token * HEADS * 2 * HALF + head[:, None] * 2 * HALF + lane[None, :]
+    tl.store(target, low, mask=is_query & inside[None, :])
+    tl.store(target + HALF, high, mask=is_query & inside[None, :])
+    place = tl.load(places + token).to(tl.int64)
+    kv_head = (head + 2 * KV_HEADS - HEADS % KV_HEADS) % KV_HEADS
+    row = (place // PAGE * KV_HEADS + kv_head) * PAGE + place % PAGE
+    offset = row[:, None] * 2 * HALF + lane[None, :]
+    is_key = there & (is_query == 0) & (is_value == 0)
+    tl.store(k_pages + offset, low, mask=is_key)
+    tl.store(k_pages + offset + HALF, high, mask=is_key)
+    tl.store(v_pages + offset, first, mask=there & is_value)
+    tl.store(v_pages + offset + HALF, second, mask=there & is_value)
 
 
 def rotate_and_store(
@@ -124,9 +136,10 @@ def rotate_and_store(
     tokens, heads = qkv.shape[0], qkv.shape[1] // dim - 2 * kv_heads
     out = torch.empty((tokens, heads, dim), dtype=qkv.dtype, device=qkv.device)
     weights = (norms.q, norms.k, norms.eps) if norms is not None else (qkv, qkv, 0.0)
-    _rotate_kernel[(tokens, heads + 2 * kv_heads)](
+    taken = 1 if tokens <= FEW else 16
+    _rotate_kernel[(tokens, triton.cdiv(heads + 2 * kv_heads, taken))](
         qkv, angles, positions, places, out, k_pages, v_pages, weights[0], weights[1], qkv.stride(0), weights[2],
         HEADS=heads, KV_HEADS=kv_heads, HALF=dim // 2, BLOCK=padded(dim // 2), PAGE=page, NORM=norms is not None,
-        num_warps=1, **launching(dependent, qkv.device),
+        TAKEN=taken, num_warps=1 if taken == 1 else 4, **launching(dependent, qkv.device),
     )  # fmt: skip
     return out

@@ -59,10 +59,11 @@ def paged_attention(
     scale: float,
     window: int = 0,
     soft_cap: float = 0.0,
+    out: Tensor | None = None,
     dependent: bool = False,
 ) -> Tensor:
     """Return [B, Hq, D] the attention of one query a row."""
-    out = torch.zeros_like(q)
+    out = torch.zeros_like(q) if out is None else out
     for b, length in enumerate(lengths.tolist()):
         if not length:
             continue

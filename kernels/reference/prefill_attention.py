@@ -19,10 +19,11 @@ def prefill_attention(
     scale: float,
     window: int = 0,
     soft_cap: float = 0.0,
+    out: Tensor | None = None,
     dependent: bool = False,
 ) -> Tensor:
     """Return [T, Hq, D] the attention of all chunks' queries."""
-    out = torch.empty_like(q)
+    out = torch.empty_like(q) if out is None else out
     begins = chunks.begins.tolist()
     for begin, end, start, row in zip(
         begins[:-1], begins[1:], chunks.starts.tolist(), chunks.table_rows.tolist(), strict=True

@@ -10,15 +10,10 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from slotline.kernels.paged_attention import WorkList, list_splits, paged_attention
+from slotline.kernels.paged_attention import WorkList, list_splits, paged_attention, split_for
 from slotline.kernels.prefill_attention import Chunks, prefill_attention
 from slotline.plugins.models.decoder import DecoderConfig
 from slotline.plugins.triton_backend.inputs import Columns
-
-
-def split_for(rows: int) -> int:
-    """Return how many keys one program takes: few where rows are few, measured on one H200."""
-    return 128 if rows <= 8 else 256 if rows <= 32 else 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,45 +78,43 @@ class StepAttention:
             )
         self._work: dict[int, WorkList] = {}
         if len(lengths):
-            split = split_for(len(lengths))
-            capacity = len(lengths) * -(-longest // split)
-            self._work = {w: list_splits(lengths, capacity, w, split) for w in set(shape.windows)}
+            split, most = split_for(len(lengths))
+            capacity = len(lengths) * min(-(-longest // split), most)
+            self._work = {
+                w: list_splits(lengths, capacity, w, split, most, self._slots) for w in sorted(set(shape.windows))
+            }
 
     def __call__(self, kind: int, q: Tensor, k_pages: Tensor, v_pages: Tensor) -> Tensor:
         """Return [T, Hq, D] for queries [T, Hq, D], whose keys and values are in their pages."""
         window, shape = self._shape.windows[kind], self._shape
-        if self._chunks is None:
-            return self._decode(q, k_pages, v_pages, window)
-        out = prefill_attention(
-            q, k_pages, v_pages, self._tables, self._chunks, scale=shape.scale, window=window, soft_cap=shape.soft_cap
-        )
+        if len(self._wholes) == 1 and self._wholes[0].end - self._wholes[0].begin == len(q):
+            return _within(self._wholes[0], q, k_pages, v_pages, shape.scale)
+        out = torch.empty_like(q)
+        if self._chunks is not None:
+            prefill_attention(
+                q, k_pages, v_pages, self._tables, self._chunks,
+                scale=shape.scale, window=window, soft_cap=shape.soft_cap, out=out, dependent=True,
+            )  # fmt: skip
         for whole in self._wholes:
-            _attend_whole(whole, q, k_pages, v_pages, out, shape.scale)
-        if len(self._lengths):
-            front = out[: len(self._lengths)]
-            decoded = self._decode(q[: len(front)], k_pages, v_pages, window)
-            front.copy_(torch.where(self._lengths[:, None, None] > 0, decoded, front))
+            out[whole.begin : whole.end] = _within(whole, q, k_pages, v_pages, shape.scale)
+        if lines := len(self._lengths):
+            paged_attention(
+                q[:lines], k_pages, v_pages, self._tables, self._slots, self._lengths, self._work[window],
+                scale=shape.scale, window=window, soft_cap=shape.soft_cap, out=out[:lines], dependent=True,
+            )  # fmt: skip
         return out
 
-    def _decode(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, window: int) -> Tensor:
-        work, shape = self._work[window], self._shape
-        return paged_attention(
-            q, k_pages, v_pages, self._tables, self._slots, self._lengths, work,
-            scale=shape.scale, window=window, soft_cap=shape.soft_cap,
-        )  # fmt: skip
 
-
-def _attend_whole(whole: Whole, q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, scale: float) -> None:
-    """Let the library attend within a chunk that starts its sequence; its keys and values are gathered from pages."""
-    count, heads = whole.end - whole.begin, q.shape[1]
+def _within(whole: Whole, q: Tensor, k_pages: Tensor, v_pages: Tensor, scale: float) -> Tensor:
+    """Return [L, Hq, D] the library's attention within a chunk; its keys and values are gathered from their pages."""
+    count = whole.end - whole.begin
 
     def gathered(pages: Tensor) -> Tensor:
-        found = pages.index_select(0, whole.blocks).transpose(0, 1).flatten(1, 2)[:, :count]  # [Hkv, L, D]
-        return found.repeat_interleave(heads // len(found), 0)[None]
+        return pages.index_select(0, whole.blocks).transpose(0, 1).flatten(1, 2)[None, :, :count]  # [1, Hkv, L, D]
 
     query = q[whole.begin : whole.end].transpose(0, 1)[None]  # [1, Hq, L, D]
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], set_priority=True):
         found = functional.scaled_dot_product_attention(
-            query, gathered(k_pages), gathered(v_pages), is_causal=True, scale=scale
+            query, gathered(k_pages), gathered(v_pages), is_causal=True, scale=scale, enable_gqa=True
         )
-    out[whole.begin : whole.end] = found[0].transpose(0, 1)
+    return found[0].transpose(0, 1)

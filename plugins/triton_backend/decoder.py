@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from slotline.kernels.gate import gate
+from slotline.kernels.gemv import gemv
+from slotline.kernels.norm_gemv import norm_gemv
 from slotline.kernels.rms_norm import rms_norm
 from slotline.kernels.rotate_and_store import rotate_and_store
 from slotline.kernels.token_inputs import token_inputs
@@ -58,7 +60,9 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return [T, V] in float32 for hidden states [T, C]."""
         head = self._weights.head
-        if hidden.dtype is torch.float32 or not hidden.is_cuda:
+        if len(hidden) == 1:
+            logits = gemv(hidden, head, out_dtype=torch.float32, dependent=True)
+        elif hidden.dtype is torch.float32 or not hidden.is_cuda:
             logits = functional.linear(hidden, head).float()
         else:
             logits = torch.mm(hidden, head.t(), out_dtype=torch.float32)
@@ -70,17 +74,47 @@ class Decoder:
         residual = functional.embedding(ids, w.embed)  # [T, C]
         if self._config.embedding_scale != 1.0:
             residual = residual * torch.tensor(self._config.embedding_scale, dtype=residual.dtype)
-        x = rms_norm(residual, w.layers[0].attn_norm, eps)
+        if len(ids) == 1 and not self._config.post_norms:
+            return self._one_row(residual, positions, places, attention)
+        x = rms_norm(residual, w.layers[0].attn_norm, eps, dependent=True)
         norms = [*(layer.attn_norm for layer in w.layers[1:]), w.final_norm]
         for layer, pages, next_norm in zip(w.layers, self._pool, norms, strict=True):
             q = rotate_and_store(
-                layer.qkv(x), w.angles[layer.kind], positions, places, pages[0], pages[1], layer.head_norms
+                layer.qkv(x),
+                w.angles[layer.kind],
+                positions,
+                places,
+                pages[0],
+                pages[1],
+                layer.head_norms,
+                dependent=True,
             )
             answered = layer.out(attention(layer.kind, q, pages[0], pages[1]).flatten(1))
-            x = rms_norm(self._post(answered, layer.attn_post_norm), layer.mlp_norm, eps, residual)
-            moved = layer.down(gate(layer.gate_up(x), w.activation))
-            x = rms_norm(self._post(moved, layer.mlp_post_norm), next_norm, eps, residual)
+            x = rms_norm(self._post(answered, layer.attn_post_norm), layer.mlp_norm, eps, residual, dependent=True)
+            moved = layer.down(gate(layer.gate_up(x), w.activation, dependent=True))
+            x = rms_norm(self._post(moved, layer.mlp_post_norm), next_norm, eps, residual, dependent=True)
         return x
 
+    def _one_row(self, x: Tensor, positions: Tensor, places: Tensor, attention: StepAttention) -> Tensor:
+        """Return [1, C] for an embedding [1, C]: products, norms and gates of one row in five launches a layer.
+
+        Each is launched before the one in front is done and loads its first weights meanwhile.
+        """
+        w, eps = self._weights, self._config.rms_eps
+        residual: Tensor | None = None
+        for layer, pages in zip(w.layers, self._pool, strict=True):
+            qkv, up = layer.qkv, layer.gate_up
+            both, summed = norm_gemv(x, layer.attn_norm, eps, qkv.weight, qkv.bias, residual=residual, dependent=True)
+            q = rotate_and_store(
+                both, w.angles[layer.kind], positions, places, pages[0], pages[1], layer.head_norms, dependent=True
+            )
+            answered = layer.out(attention(layer.kind, q, pages[0], pages[1]).flatten(1))
+            gated, residual = norm_gemv(
+                answered, layer.mlp_norm, eps, up.weight, up.bias,
+                residual=summed, activation=w.activation, dependent=True,
+            )  # fmt: skip
+            x = layer.down(gated)
+        return rms_norm(x, w.final_norm, eps, residual, dependent=True)
+
     def _post(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        return x if weight is None else rms_norm(x, weight, self._config.rms_eps)
+        return x if weight is None else rms_norm(x, weight, self._config.rms_eps, dependent=True)

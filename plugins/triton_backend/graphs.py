@@ -61,9 +61,9 @@ class StepGraphs:
         self._slots = slots
         device = rows.state.device
         compiled = device.type == "cuda"
-        self.decode_sizes = sizes_up_to(slots, DECODE_SIZES if compiled else FEW)
-        self.token_sizes = TOKEN_SIZES if compiled else FEW
-        self.sample_sizes = sizes_up_to(slots, SAMPLE_SIZES if compiled else FEW)
+        self.decode_sizes = sizes_up_to(slots, DECODE_SIZES if compiled else FEW_ROWS)
+        self.token_sizes = TOKEN_SIZES if compiled else FEW_TOKENS
+        self.sample_sizes = sizes_up_to(slots, SAMPLE_SIZES if compiled else FEW_ROWS)
         self.round = 64 if compiled else 8
         self._head = Layout(slots, 0, 0)
         most = max(self.layout(n, chunks=True).words for n in (self.token_sizes[-1], slots))
@@ -137,7 +137,7 @@ class StepGraphs:
         return run
 
 
-FEW = (4, 32)  # where nothing is recorded, sizes only try out the padding
+FEW_ROWS, FEW_TOKENS = (1, 4), (24,)  # where nothing is recorded, sizes only try out the padding
 DECODE_SIZES = (1, 2, 4, 8, *range(16, 65, 8), *range(80, 257, 16), *range(288, 4097, 32))
 SAMPLE_SIZES = (1, 2, 4, 8, 16, 32, 64, *range(128, 4097, 128))
 TOKEN_SIZES = (16, 32, *range(64, 513, 64), *range(640, 1025, 128), *range(1280, MOST_TOKENS + 1, 256))

@@ -28,10 +28,10 @@ class Columns(Generic[Words]):
         tokens: [T] ids, -1 = sampled last.
         positions: [T]
         token_slots: [T]
-        begins: [C + 2] where each chunk of more than one token begins among the tokens; chunk C is empty.
-        starts: [C + 1] the position of its first token.
-        chunk_slots: [C + 1]
-        tile_chunks, tile_numbers: [N] the chunks' tiles, those with most keys first, then tiles of the empty chunk C.
+        begins: [C + 1] where each chunk, a row behind those at the front, begins among the tokens.
+        starts: [C] the position of its first token.
+        chunk_slots: [C]
+        tile_chunks, tile_numbers: [N] the chunks' tiles, those with most keys first; then chunk -1, no tile.
     """
 
     decoding: Words
@@ -70,7 +70,7 @@ class Layout:
     @property
     def sizes(self) -> tuple[int, ...]:
         """Return the sizes of all columns."""
-        chunks = (self.rows + 2, self.rows + 1, self.rows + 1) if self.tiles else (0, 0, 0)
+        chunks = (self.rows + 1, self.rows, self.rows) if self.tiles else (0, 0, 0)
         return (HEADER, *(self.rows,) * 3, *(self.tokens,) * 3, *chunks, self.tiles, self.tiles)
 
     @property
@@ -98,7 +98,7 @@ def blank(layout: Layout, nobody: int) -> IntArray:
     words = np.zeros(layout.words, np.int32)
     columns = layout.split(words)
     columns.slots[:] = columns.token_slots[:] = nobody
-    columns.tile_chunks[:] = layout.rows  # the empty chunk
+    columns.tile_chunks[:] = -1
     return words
 
 

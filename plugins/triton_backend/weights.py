@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from slotline.errors import CheckpointError, ModelError
+from slotline.kernels.gemv import gemv
 from slotline.kernels.rotate_and_store import HeadNorms
 from slotline.plugins.models.decoder import DecoderConfig
 from slotline.plugins.models.rope import rope_inv_freq
@@ -29,6 +30,8 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return [T, out] for [T, in]."""
+        if len(x) == 1:
+            return gemv(x, self.weight, self.bias, dependent=True)
         return functional.linear(x, self.weight, self.bias)
 
 

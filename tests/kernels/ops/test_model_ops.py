@@ -72,13 +72,14 @@ def angles(length: int, dim: int, device: torch.device) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("shape", "dtype"), SHAPES)
-@pytest.mark.parametrize("normed", [False, True])
-def test_rotate_and_store(dtype, shape, normed, device):
+@pytest.mark.parametrize(("normed", "tokens"), [(False, 7), (True, 7), (False, 21), (True, 21)])
+def test_rotate_and_store(dtype, shape, normed, tokens, device):
+    """A few tokens, and as many as make programs take several heads."""
     heads, kv_heads, dim = shape
-    tokens = 7
     qkv = draw(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype, device=device)
-    positions = torch.tensor([0, 1, 5, 63, 64, 200, 17], dtype=torch.int32, device=device)
+    positions = torch.tensor([0, 1, 5, 63, 64, 200, 17] * 3, dtype=torch.int32, device=device)[:tokens]
     places = torch.tensor([64, 65, 191, 192, 100, 3, 255], dtype=torch.int32, device=device)
+    places = torch.cat([places, torch.arange(66, 80, dtype=torch.int32, device=device)])[:tokens]
     norms = None
     if normed:
         norms = HeadNorms(*(1 + 0.1 * draw(dim, dtype=dtype, device=device, seed=s) for s in (3, 4)), 1e-6)
@@ -154,6 +155,10 @@ def test_more_items_than_programs(device, monkeypatch):
     ours = paged_attention(q, k, v, tables, rows, lengths, work, scale=0.125)
     expected = paged_reference.paged_attention(q, k, v, tables, rows, lengths, work, scale=0.125)
     near(ours[[0, 2, 3]], expected[[0, 2, 3]])
+    into = torch.full_like(q, 7.0)
+    assert paged_attention(q, k, v, tables, rows, lengths, work, scale=0.125, out=into) is into
+    assert torch.equal(into[[0, 2, 3]], ours[[0, 2, 3]])
+    assert (into[1] == 7).all(), "a row without keys is left as it is"
 
 
 def test_how_rows_are_cut():
@@ -210,5 +215,6 @@ def test_prefill_attention(dtype, shape, window, soft_cap, chunks, device):
     assert ours.isfinite().all()
     none = torch.full((3,), -1, dtype=torch.int32, device=device)
     more = {name: torch.cat([getattr(tiles, name), none]) for name in ("tile_chunks", "tile_numbers")}
-    filled = prefill_attention(q, k, v, tables, dataclasses.replace(tiles, **more), **options)
-    assert torch.equal(filled, ours), "a tile of no chunk does nothing"
+    into = torch.empty_like(q)
+    prefill_attention(q, k, v, tables, dataclasses.replace(tiles, **more), **options, out=into)
+    assert torch.equal(into, ours), "a tile of no chunk does nothing"
