@@ -157,6 +157,19 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
+def tight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Serve the default model in 256 tokens of context and so little memory that requests have to make room."""
+    options = ("--max-model-len", "256", "--kv-cache-tokens", "512", "--block-size", "16", "--max-slots", "12")
+    server = Server(tmp_path_factory.mktemp("tight") / "log", *options)
+    try:
+        yield server
+    finally:
+        code = server.stop()
+    assert code == 0
+    assert "Traceback" not in server.said()
+
+
+@pytest.fixture(scope="session")
 def vocabulary(server: Server) -> Vocabulary:
     """Return the vocabulary of the model that is served."""
     manager = PluginManager("")
