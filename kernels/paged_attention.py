@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slotline.kernels.dependent import launching, release, wait, warm
+from slotline.kernels.dependent import launching, release, wait
 from slotline.kernels.launch import jit, padded, varying
 
 SPLIT = 512  # keys, where rows must be cut alike in every batch
@@ -220,12 +220,6 @@ def _join(
     tl.store(target + line[:, None] * DIM + dim[None, :], acc / mass[:, None], mask=inside)
 
 
-@jit
-def _warm_rows(rows: tl.tensor, DIM: tl.constexpr, DEPENDENT: tl.constexpr) -> None:
-    for at in tl.static_range(0, DIM, 128 // (rows.dtype.element_ty.primitive_bitwidth // 8)):
-        warm(rows + at, DEPENDENT)
-
-
 @varying("window", "split", "most")
 def _attend_kernel(
     q: tl.tensor,
@@ -260,20 +254,11 @@ def _attend_kernel(
 ) -> None:
     head, item = tl.program_id(0), tl.program_id(1)
     release(DEPENDENT)
-    # The item is read beside the total, not after it: the first one is there whatever the total. Items and tables are
-    # older than the kernel in front; the cache of the multiprocessor may be, too.
-    at = items + item * 4
-    row, low = tl.load(at, cache_modifier=".cg"), tl.load(at + 1, cache_modifier=".cg")
-    length, table_row = tl.load(at + 2, cache_modifier=".cg"), tl.load(at + 3, cache_modifier=".cg")
-    end = tl.load(total, cache_modifier=".cg")
-    if LISTED and DEPENDENT:
-        if item < end:
-            page = tl.maximum(low, tl.where(window > 0, tl.maximum(length - window, 0), 0)) // PAGE
-            block = tl.load(tables + table_row.to(tl.int64) * table_stride + page, cache_modifier=".cg")
-            lines = (block.to(tl.int64) * KV_HEADS + head) * (PAGE * DIM) + tl.arange(0, PAGE) * DIM
-            _warm_rows(k_pages + lines, DIM, DEPENDENT)
-            _warm_rows(v_pages + lines, DIM, DEPENDENT)
     wait(DEPENDENT)
+    # The item is read beside the total, not after it: the first one is there whatever the total.
+    at = items + item * 4
+    row, low, length, table_row = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+    end = tl.load(total)
     line, dim = tl.arange(0, GROUP_PAD), tl.arange(0, DIM_PAD)
     inside = (line < GROUP)[:, None] & (dim < DIM)[None, :]
     tile = line[:, None] * DIM + dim[None, :]
@@ -306,9 +291,9 @@ def _attend_kernel(
                 )  # fmt: skip
         item += tl.num_programs(1)
         more = item < end
-        row, low = tl.load(items + item * 4, mask=more, other=0), tl.load(items + item * 4 + 1, mask=more, other=0)
-        length = tl.load(items + item * 4 + 2, mask=more, other=0)
-        table_row = tl.load(items + item * 4 + 3, mask=more, other=0)
+        at = items + item * 4
+        row, low = tl.load(at, mask=more, other=0), tl.load(at + 1, mask=more, other=0)
+        length, table_row = tl.load(at + 2, mask=more, other=0), tl.load(at + 3, mask=more, other=0)
 
 
 def _settings(rows: int, row_bytes: int, full: bool) -> dict[str, int]:
@@ -353,8 +338,7 @@ def paged_attention(
         window: how many of the last keys count; 0 is all.
         soft_cap: logits x become cap tanh(x / cap); 0 is off.
         out: where to write it, contiguous; a new tensor unless given.
-        dependent: launch before the kernel in front is done, which must be that of `rotate_and_store`; ``work`` and
-            ``tables`` must have been written before that one.
+        dependent: launch before the kernel in front is done, see `dependent`.
     """
     batch, heads, dim = q.shape
     _, kv_heads, page, _ = k_pages.shape

@@ -75,8 +75,8 @@ def _rotate_kernel(
     TAKEN: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
+    release(DEPENDENT)
     wait(DEPENDENT)
-    release(DEPENDENT)  # only now, so that attention may read ahead
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * TAKEN + tl.arange(0, TAKEN)
     lane = tl.arange(0, BLOCK)
