@@ -1,4 +1,4 @@
-"""Products of one row, alone and behind a norm, against their references."""
+"""Products of one row, alone and behind a norm, and of a few rows, against their references."""
 
 import os
 
@@ -7,8 +7,12 @@ import torch
 
 from slotline.kernels.gemv import gemv
 from slotline.kernels.norm_gemv import norm_gemv
+from slotline.kernels.norm_gemv import pays as norm_gemv_pays
 from slotline.kernels.reference import gemv as gemv_reference
 from slotline.kernels.reference import norm_gemv as norm_gemv_reference
+from slotline.kernels.reference import skinny_gemm as skinny_reference
+from slotline.kernels.skinny_gemm import MOST, skinny_gemm
+from slotline.kernels.skinny_gemm import pays as skinny_gemm_pays
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [] if INTERPRETED else pytest.mark.gpu
@@ -67,9 +71,40 @@ def test_norm_gemv(dtype, rows, columns, activation, biased, add, device):
     assert residual is None or torch.equal(residual, before), "other programs may still read it"
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "columns"), [(96, 64), (30, 576), (50, 1536), (7, 4096), *SIZES[5:]])
+@pytest.mark.parametrize("activation", GATES)
+@pytest.mark.parametrize(("count", "biased"), [(1, True), (3, False), (8, True), (MOST, False)])
+def test_skinny_gemm(dtype, rows, columns, activation, count, biased, device):
+    x = draw(count, columns, dtype=dtype, device=device)
+    weight, bias = weights(rows, columns, activation is not None, biased, dtype, device)
+    for options in ({}, {"out_dtype": torch.float32}, {"dependent": True}):
+        ours = skinny_gemm(x, weight, bias, activation=activation, **options)
+        near(ours, skinny_reference.skinny_gemm(x, weight, bias, activation=activation, **options), CLOSE[dtype])
+    if activation is None:
+        assert torch.equal(skinny_gemm(x[:1], weight, bias), skinny_gemm(x, weight, bias)[:1]) or count > 8
+
+
+def test_what_pays():
+    """Where the library's product is faster, or where nobody looked, the answer is no."""
+    assert skinny_gemm_pays(8, 6144, 4096) and skinny_gemm_pays(2, 92544, 4096) and skinny_gemm_pays(16, 1024, 3072)
+    assert skinny_gemm_pays(8, 14336, 4096, gated=True) and not skinny_gemm_pays(8, 3072, 1024, gated=True)
+    assert not skinny_gemm_pays(8, 28672, 4096) and not skinny_gemm_pays(17, 6144, 4096)
+    assert not skinny_gemm_pays(8, 6144, 4096, size=4) and not skinny_gemm_pays(1, 6144, 4096)
+    assert norm_gemv_pays(1024) and not norm_gemv_pays(4096)
+
+
+def test_too_many_rows_are_refused(device):
+    x = draw(MOST + 1, 16, dtype=torch.float32, device=device)
+    with pytest.raises(ValueError, match="17 rows are more than 16"):
+        skinny_gemm(x, x)
+
+
 def test_an_unknown_activation_is_refused(device):
     x, weight = (draw(2, 16, dtype=torch.float32, device=device) for _ in range(2))
     with pytest.raises(ValueError, match="activation is 'relu'; allowed: silu, gelu"):
         gemv(x[:1], weight, activation="relu")
     with pytest.raises(ValueError, match="activation is 'relu'; allowed: silu, gelu"):
         norm_gemv(x[:1], weight[0], 1e-5, weight, activation="relu")
+    with pytest.raises(ValueError, match="activation is 'relu'; allowed: silu, gelu"):
+        skinny_gemm(x, weight, activation="relu")
