@@ -167,20 +167,28 @@ def _weights_kernel(
     counters: tl.tensor,
     pool: tl.tensor,
     sums: tl.tensor,
+    bests: tl.tensor,
     BLOCK: tl.constexpr,
     POOL: tl.constexpr,
 ) -> None:
     row, block = tl.program_id(0), tl.program_id(1)
     temperature = tl.load(temperatures + row)
-    if (temperature > 0) & (tl.load(status + row) == 0):
+    wanted = (temperature > 0) & (tl.load(status + row) == 0)
+    top_k, place = tl.load(top_ks + row), row * tl.num_programs(1) + block
+    if wanted & (top_k > 0) & (top_k < vocab):
+        # What top_k leaves is all in the pool: blocks with none of it are not read again, nor are sums of blocks.
+        tl.store(sums + place, tl.full([], 0, tl.int64))
+        best = key_in(tl.load(bests + place).to(tl.uint64, bitcast=True))
+        wanted = best >= tl.load(least + row).to(tl.uint32)
+    if wanted:
         ids = block * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(logits + row.to(tl.int64) * stride + ids, mask=ids < vocab, other=float("-inf"))
         s = score(x, temperature)
         key = ordered_key(s)
         floor = tl.load(cut_keys + row).to(tl.uint32)
         w = tl.where(key >= floor, weight(s, tl.load(peaks + row)), 0)
-        tl.store(sums + row * tl.num_programs(1) + block, tl.sum(w, 0).to(tl.int64))
-        if _reads_pool(tl.load(top_ks + row), tl.load(top_ps + row), vocab):
+        tl.store(sums + place, tl.sum(w, 0).to(tl.int64))
+        if _reads_pool(top_k, tl.load(top_ps + row), vocab):
             chosen = key >= tl.load(least + row).to(tl.uint32)
             pool_put(key, ids, chosen, counters + row, pool + row.to(tl.int64) * POOL, POOL)
 
@@ -482,7 +490,7 @@ def _launch(
     found = (bests, flags, tops, groups, vocab, temperature, log_min_p, top_k, top_p, *out, peaks, least, counters)
     sizes = {"WIDTH": MAX_BLOCKS, "TOPS": groups, "GROUP": GROUP, "POOL": POOL}
     _bounds_kernel[lines](*found, count, **sizes, **settings("combine"))
-    bounds = (out.status, out.cut_keys, peaks, least, counters, pool, sums)
+    bounds = (out.status, out.cut_keys, peaks, least, counters, pool, sums, bests)
     _weights_kernel[every](*start, *cut, *bounds, BLOCK=BLOCK, POOL=POOL, **settings("pass"))
     sizes = {"WIDTH": MAX_BLOCKS, "BLOCK": BLOCK, "SHORT": SHORT, "POOL": POOL}
     left = (peaks, counters, pool, sums, *out, pending, count)

@@ -146,6 +146,7 @@ def _gather_kernel(
     least: tl.tensor,
     counters: tl.tensor,
     pool: tl.tensor,
+    block_peaks: tl.tensor,
     BLOCK: tl.constexpr,
     POOL: tl.constexpr,
 ) -> None:
@@ -153,11 +154,13 @@ def _gather_kernel(
     row = tl.load(rows + entry).to(tl.int64)
     asked = (row >= 0) & (tl.minimum(tl.load(widths + entry), columns) > 0)
     if asked & (tl.load(status + entry) == 0):
-        ids = block * BLOCK + tl.arange(0, BLOCK)
-        x = tl.load(logits + row * stride + ids, mask=ids < vocab, other=float("-inf"))
-        key = ordered_key(x)
-        chosen = key >= tl.load(least + entry).to(tl.uint32)
-        pool_put(key, ids, chosen, counters + entry, pool + entry.to(tl.int64) * POOL, POOL)
+        bound = tl.load(least + entry).to(tl.uint32)
+        best = ordered_key(tl.load(block_peaks + entry * tl.num_programs(1) + block))
+        if best >= bound:  # most blocks hold none of the best, and are not read again
+            ids = block * BLOCK + tl.arange(0, BLOCK)
+            x = tl.load(logits + row * stride + ids, mask=ids < vocab, other=float("-inf"))
+            key = ordered_key(x)
+            pool_put(key, ids, key >= bound, counters + entry, pool + entry.to(tl.int64) * POOL, POOL)
 
 
 @varying("columns")
@@ -291,7 +294,7 @@ def _launch(x: Tensor, rows: Tensor, tokens: Tensor, widths: Tensor, columns: in
     _own_kernel[lines](*start, *parts, *row, count, **sizes, **settings("combine"))
     if columns:
         bounds = (widths, columns, out.status, least, counters, pool)
-        _gather_kernel[every](*start, *bounds, BLOCK=BLOCK, POOL=POOL, **settings("pass"))
+        _gather_kernel[every](*start, *bounds, block_peaks, BLOCK=BLOCK, POOL=POOL, **settings("pass"))
         _walk_kernel[lines](*start, *bounds, BLOCK=STRIDE, POOL=POOL, **settings("walk"))
         found = (rows, widths, out.status, peaks, logs, counters, pool, out.ids, out.values, out.counts, columns)
         _emit_kernel[lines](*found, COLUMNS=padded(columns), SHORT=SHORT, POOL=POOL, **settings("sort"))

@@ -176,7 +176,9 @@ def _logprobs(draws: Draws, words: IntArray, tokens: IntArray, good: BoolArray) 
             np.where(mine[:, None], other.values, table.values),
         )
         keep = good & asked
-    return tabulate(table.at(lines), tokens[lines].astype(np.int64), keep[lines])
+    if len(lines) < draws.size:
+        table = table.at(lines)
+    return tabulate(table, tokens[lines].astype(np.int64), keep[lines])
 
 
 def tabulate(table: Table, tokens: LongArray, keep: BoolArray) -> LogprobColumns:
@@ -186,13 +188,15 @@ def tabulate(table: Table, tokens: LongArray, keep: BoolArray) -> LogprobColumns
         tokens: [M] the token that is there.
         keep: [M] whether the position gets values at all.
     """
-    places = np.arange(table.ids.shape[1])
-    wanted = (places < table.counts[:, None]) & (table.ids != tokens[:, None]) & keep[:, None]
+    widest = int(table.counts[keep].max(initial=0))
+    best, values = table.ids[:, :widest], table.values[:, :widest]
+    places = np.arange(widest)
+    wanted = (places < table.counts[:, None]) & (best != tokens[:, None]) & keep[:, None]
     own = np.isfinite(table.own) & keep
     wanted = np.concatenate([own[:, None], wanted], 1)
-    ids = np.concatenate([tokens[:, None], table.ids], 1)
-    values = np.concatenate([table.own[:, None], table.values], 1)
-    ranks = np.concatenate([table.ranks[:, None], np.broadcast_to(places + 1, table.ids.shape)], 1)
+    ids = np.concatenate([tokens[:, None], best], 1)
+    values = np.concatenate([table.own[:, None], values], 1)
+    ranks = np.concatenate([table.ranks[:, None], np.broadcast_to(places + 1, best.shape)], 1)
     indptr = np.concatenate([[0], np.cumsum(wanted.sum(1))])
     return LogprobColumns(
         indptr.astype(np.int32),
