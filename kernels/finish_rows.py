@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slotline.kernels.launch import ints, jit
+from slotline.kernels.launch import ints, varying
 from slotline.kernels.row_layout import (
     DEAD,
     LAST,
@@ -26,7 +26,7 @@ from slotline.kernels.row_layout import (
 LINES = 32  # rows a program
 
 
-@jit
+@varying("count")
 def _finish_kernel(
     state: tl.tensor,
     stride: int,

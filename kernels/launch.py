@@ -16,7 +16,14 @@ from torch import Tensor
 
 Decorator = Callable[[Callable[..., Any]], Any]
 
-jit: Decorator = triton.jit
+_KERNELS: list[Any] = []
+
+
+def jit(function: Callable[..., Any]) -> Any:
+    """Make a kernel, or a function that kernels call."""
+    _KERNELS.append(triton.jit(function))
+    return _KERNELS[-1]
+
 
 BLOCK = 4096  # ids that one program takes in a pass over a row
 GROUP = 32  # ids whose maximum stands for them when the best of a row are sought
@@ -34,8 +41,18 @@ _WARPS = {"pass": 8, "combine": 16, "sort": 16, "walk": 16, "list": 4, "scalar":
 
 def varying(*names: str) -> Decorator:
     """Return `jit` for a kernel whose integers ``names`` vary from call to call: no value of theirs is compiled in."""
-    decorator: Decorator = triton.jit(do_not_specialize=list(names))
-    return decorator
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        _KERNELS.append(triton.jit(do_not_specialize=list(names))(function))
+        return _KERNELS[-1]
+
+    return decorate
+
+
+def compiled() -> int:
+    """Return how many variants of the kernels this process has compiled, or loaded from Triton's cache."""
+    caches = [cache for kernel in _KERNELS for cache in getattr(kernel, "device_caches", {}).values()]
+    return sum(len(cache[0]) for cache in caches)
 
 
 def settings(kind: str) -> dict[str, Any]:

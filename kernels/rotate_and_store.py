@@ -120,6 +120,7 @@ def rotate_and_store(
     v_pages: Tensor,
     norms: HeadNorms | None = None,
     *,
+    alike: bool = False,
     dependent: bool = False,
 ) -> Tensor:
     """Return q [T, Hq, D], rotated; write k, rotated, and v to their pages.
@@ -130,13 +131,14 @@ def rotate_and_store(
         positions: [T] of each token in its sequence.
         places: [T] block * P + offset, where its k and v go.
         k_pages, v_pages: [blocks, Hkv, P, D], changed in place.
+        alike: do it in one way for any number of tokens, so that a token has the same bits in any company.
         dependent: launch before the kernel in front is done, see `dependent`.
     """
     _, kv_heads, page, dim = k_pages.shape
     tokens, heads = qkv.shape[0], qkv.shape[1] // dim - 2 * kv_heads
     out = torch.empty((tokens, heads, dim), dtype=qkv.dtype, device=qkv.device)
     weights = (norms.q, norms.k, norms.eps) if norms is not None else (qkv, qkv, 0.0)
-    taken = 1 if tokens <= FEW else 16
+    taken = 1 if tokens <= FEW and not alike else 16
     _rotate_kernel[(tokens, triton.cdiv(heads + 2 * kv_heads, taken))](
         qkv, angles, positions, places, out, k_pages, v_pages, weights[0], weights[1], qkv.stride(0), weights[2],
         HEADS=heads, KV_HEADS=kv_heads, HALF=dim // 2, BLOCK=padded(dim // 2), PAGE=page, NORM=norms is not None,

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slotline.kernels.launch import floats, ints, jit, longs
+from slotline.kernels.launch import floats, ints, longs, varying
 from slotline.kernels.row_layout import DEAD, LOG_MIN_P, SEED, TEMPERATURE, TOP_K, TOP_P, WIDTH
 
 LINES = 128  # rows a program
@@ -36,7 +36,7 @@ class RowSettings(NamedTuple):
     widths: Tensor
 
 
-@jit
+@varying("count")
 def _settings_kernel(
     state: tl.tensor,
     stride: int,

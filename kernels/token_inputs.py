@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slotline.kernels.launch import ints, jit
+from slotline.kernels.launch import ints, varying
 from slotline.kernels.row_layout import DEAD, LAST, PAGE, TABLE
 
 WIDTH = 128  # tokens a program
@@ -31,7 +31,7 @@ class TokenInputs(NamedTuple):
     lengths: Tensor
 
 
-@jit
+@varying("count", "lines")
 def _inputs_kernel(
     state: tl.tensor,
     stride: int,

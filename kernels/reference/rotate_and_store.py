@@ -18,6 +18,7 @@ def rotate_and_store(
     v_pages: Tensor,
     norms: HeadNorms | None = None,
     *,
+    alike: bool = False,
     dependent: bool = False,
 ) -> Tensor:
     """Return q [T, Hq, D], rotated; write k, rotated, and v to their pages."""

@@ -6,10 +6,12 @@ are sampled step by step, with the torch backend's code for the first four.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from slotline.backend import ALL_PARAMS, BackendInfo, Capabilities, StepHandle
 from slotline.config import EngineConfig
@@ -23,13 +25,16 @@ from slotline.plugins.torch_backend.processing import Processors
 from slotline.plugins.torch_backend.step import Failed
 from slotline.plugins.triton_backend.decoder import Decoder
 from slotline.plugins.triton_backend.graphs import StepGraphs
-from slotline.plugins.triton_backend.rows import RowTable
+from slotline.plugins.triton_backend.rows import RowTable, new_state
 from slotline.plugins.triton_backend.runner import Runner
+from slotline.plugins.triton_backend.warmup import scratch_bytes, warm_up
 from slotline.plugins.triton_backend.weights import load_weights
 
 if TYPE_CHECKING:
     from slotline.plugins.models.checkpoint import Checkpoint
     from slotline.plugins.processors import ProcessorFactory
+
+log = logging.getLogger("slotline.triton")
 
 DTYPES = {"auto": torch.bfloat16, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -59,6 +64,7 @@ class TritonBackend:
             block_sizes=(PAGE,),
             devices=("cuda",),
             pipeline_depth=2,
+            deterministic=True,
         )
 
     def load(self, config: EngineConfig, model: Model) -> BackendInfo:
@@ -70,8 +76,15 @@ class TritonBackend:
         if model.checkpoint is None:
             raise ModelError(f"{model.name} has no weights; choose a model with weights, or backend echo")
         device = choose_device(config.device)
-        with torch.inference_mode():
-            self._runner, info = self._build(config, model, device, _choose_dtype(config, device))
+        try:
+            with torch.inference_mode():
+                self._runner, info = self._build(config, model, device, _choose_dtype(config, device))
+        except torch.OutOfMemoryError as error:
+            torch.cuda.empty_cache()
+            raise ModelError(
+                f"{model.name} does not fit into the memory of {device}; use fewer max_slots, a smaller max_model_len "
+                f"or kv_cache_tokens, or another GPU ({str(error).splitlines()[0]})"
+            ) from error
         return info
 
     def launch(self, plan: StepPlan) -> StepHandle:
@@ -101,12 +114,21 @@ class TritonBackend:
         checkpoint: Checkpoint = model.checkpoint
         decoder_config = checkpoint.config
         longest = longest_sequence(config, model.context_length)
-        weights = load_weights(checkpoint, device=device, dtype=dtype, positions=longest)
+        exact = config.deterministic
+        weights = load_weights(checkpoint, device=device, dtype=dtype, positions=longest, exact=exact)
+        slots, batch_tokens = config.max_slots, config.max_batch_tokens or GPU_BATCH_TOKENS
+        heads, dim = decoder_config.num_kv_heads, decoder_config.head_dim
+
+        def pool_of(blocks: int) -> Tensor:
+            return torch.zeros((decoder_config.num_layers, 2, blocks, heads, PAGE, dim), dtype=dtype, device=device)
+
+        state = new_state(slots, longest, device)
+        scratch = scratch_bytes(Decoder(decoder_config, weights, pool_of(1), state, longest), batch_tokens)
         size = cache_size(
             config.with_options(block_size=PAGE),
             max_model_len=longest,
             bytes_per_token=decoder_config.kv_values_per_token * dtype.itemsize,
-            free=torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_memory(),
+            free=max(_free_memory(device) - 2 * scratch, 0),  # once for steps, once for recordings
             share=GPU_SHARE if device.type == "cuda" else CPU_SHARE,
         )
         info = BackendInfo(
@@ -115,17 +137,26 @@ class TritonBackend:
             bytes_per_block=size.bytes_per_block,
             max_model_len=longest,
             vocab_size=model.vocab_size,
-            memory_report={"weights": weights.nbytes, "kv_cache": size.nbytes},
+            memory_report={"weights": weights.nbytes, "kv_cache": size.nbytes, "scratch": scratch},
             batch_tokens=GPU_BATCH_TOKENS,
         )
-        heads, dim = decoder_config.num_kv_heads, decoder_config.head_dim
-        shape = (decoder_config.num_layers, 2, size.num_blocks, heads, PAGE, dim)
-        pool = torch.zeros(shape, dtype=dtype, device=device)
         processors = Processors(self.processors, info)
-        rows = RowTable(config.max_slots, longest, model.vocab_size, device, processors)
-        decoder = Decoder(decoder_config, weights, pool, rows, longest)
-        graphs = StepGraphs(decoder, rows, config.max_slots, weights.embed.shape[1], dtype)
-        return Runner(decoder, rows, graphs, processors, model.vocab_size), info
+        decoder = Decoder(decoder_config, weights, pool_of(size.num_blocks), state, longest)
+        before = _free_memory(device)
+        graphs = StepGraphs(decoder, slots, weights.embed.shape[1], dtype)
+        runner = Runner(decoder, RowTable(state, model.vocab_size, processors), graphs, processors, model.vocab_size)
+        if device.type == "cuda":
+            info.memory_report["graphs"] = max(before - _free_memory(device), 0)
+            warm_up(runner, slots=slots, longest=longest, batch_tokens=batch_tokens, blocks=size.num_blocks)
+            log.info("triton: %s", ", ".join(f"{k} {v / 2**20:,.0f} MiB" for k, v in info.memory_report.items()))
+        return runner, info
+
+
+def _free_memory(device: torch.device) -> int:
+    if device.type != "cuda":
+        return free_host_memory()
+    torch.cuda.empty_cache()  # what the allocator keeps for later is free, too
+    return torch.cuda.mem_get_info(device)[0]
 
 
 def choose_device(name: str) -> torch.device:

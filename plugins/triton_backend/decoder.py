@@ -8,16 +8,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from slotline.kernels.gate import gate
-from slotline.kernels.gemv import gemv
 from slotline.kernels.norm_gemv import norm_gemv
+from slotline.kernels.norm_gemv import pays as norm_pays
 from slotline.kernels.rms_norm import rms_norm
 from slotline.kernels.rotate_and_store import rotate_and_store
+from slotline.kernels.row_layout import TABLE
 from slotline.kernels.token_inputs import token_inputs
 from slotline.plugins.models.decoder import DecoderConfig
 from slotline.plugins.triton_backend.attention import Shape, StepAttention, Whole
 from slotline.plugins.triton_backend.inputs import Columns
-from slotline.plugins.triton_backend.rows import RowTable
 from slotline.plugins.triton_backend.weights import Weights
 
 
@@ -26,16 +25,23 @@ class Decoder:
 
     Args:
         pool: [layers, 2, blocks, Hkv, P, D] keys and values.
+        state: [slots + 1, words] of the rows, see `kernels.row_layout`.
         longest: tokens of the longest sequence.
+
+    Attributes:
+        exact: what a token gives does not depend on what else is in the step, to the last bit.
     """
 
-    def __init__(self, config: DecoderConfig, weights: Weights, pool: Tensor, rows: RowTable, longest: int) -> None:
+    def __init__(self, config: DecoderConfig, weights: Weights, pool: Tensor, state: Tensor, longest: int) -> None:
         self._config = config
         self._weights = weights
         self._pool = pool
-        self._rows = rows
+        self.state = state
         self._longest = longest
         self.shape = Shape.of(config)
+        width = weights.embed.shape[1]
+        self.exact = weights.head.exact
+        self._fuses = norm_pays(width) and not config.post_norms and not self.exact
 
     def hidden(self, columns: Columns[Tensor], lines: int, wholes: Sequence[Whole] = ()) -> Tensor:
         """Return [T, C] the last layer's output, normalised.
@@ -45,27 +51,22 @@ class Decoder:
             lines: the most rows that may decode at the front.
             wholes: see `StepAttention`.
         """
-        state, tables = self._rows.state, self._rows.tables
         inputs = token_inputs(
-            state,
+            self.state,
             columns.tokens,
             columns.positions,
             columns.token_slots,
             columns.decoding,
             min(lines, len(columns.tokens)),
         )
-        attention = StepAttention(self.shape, tables, columns, inputs.lengths, self._longest, wholes)
+        attention = StepAttention(
+            self.shape, self.state[:, TABLE.value :], columns, inputs.lengths, self._longest, wholes
+        )
         return self._layers(inputs.ids, columns.positions, inputs.places, attention)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return [T, V] in float32 for hidden states [T, C]."""
-        head = self._weights.head
-        if len(hidden) == 1:
-            logits = gemv(hidden, head, out_dtype=torch.float32, dependent=True)
-        elif hidden.dtype is torch.float32 or not hidden.is_cuda:
-            logits = functional.linear(hidden, head).float()
-        else:
-            logits = torch.mm(hidden, head.t(), out_dtype=torch.float32)
+        logits = self._weights.head.logits(hidden)
         cap = self._config.logit_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
@@ -74,24 +75,18 @@ class Decoder:
         residual = functional.embedding(ids, w.embed)  # [T, C]
         if self._config.embedding_scale != 1.0:
             residual = residual * torch.tensor(self._config.embedding_scale, dtype=residual.dtype)
-        if len(ids) == 1 and not self._config.post_norms:
+        if len(ids) == 1 and self._fuses:
             return self._one_row(residual, positions, places, attention)
         x = rms_norm(residual, w.layers[0].attn_norm, eps, dependent=True)
         norms = [*(layer.attn_norm for layer in w.layers[1:]), w.final_norm]
         for layer, pages, next_norm in zip(w.layers, self._pool, norms, strict=True):
             q = rotate_and_store(
-                layer.qkv(x),
-                w.angles[layer.kind],
-                positions,
-                places,
-                pages[0],
-                pages[1],
-                layer.head_norms,
-                dependent=True,
-            )
+                layer.qkv(x), w.angles[layer.kind], positions, places, pages[0], pages[1], layer.head_norms,
+                alike=self.exact, dependent=True,
+            )  # fmt: skip
             answered = layer.out(attention(layer.kind, q, pages[0], pages[1]).flatten(1))
             x = rms_norm(self._post(answered, layer.attn_post_norm), layer.mlp_norm, eps, residual, dependent=True)
-            moved = layer.down(gate(layer.gate_up(x), w.activation, dependent=True))
+            moved = layer.down(layer.gate_up.gated(x, w.activation))
             x = rms_norm(self._post(moved, layer.mlp_post_norm), next_norm, eps, residual, dependent=True)
         return x
 

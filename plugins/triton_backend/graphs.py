@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from slotline.plan import IntArray, StepPlan
 from slotline.plugins.triton_backend.decoder import Decoder
-from slotline.plugins.triton_backend.inputs import Columns, Layout, blank
-from slotline.plugins.triton_backend.rows import RowTable, to_device
+from slotline.plugins.triton_backend.inputs import Columns, Layout, blank, fill
+from slotline.plugins.triton_backend.rows import to_device
 from slotline.plugins.triton_backend.sampling import Kind, choose
 
 MOST_TOKENS = 2048  # of a step with prompts that is recorded; for more, launching takes less than computing
@@ -55,11 +56,10 @@ class StepGraphs:
         picked: [slots, C] the outputs that sampling rows take.
     """
 
-    def __init__(self, decoder: Decoder, rows: RowTable, slots: int, width: int, dtype: torch.dtype) -> None:
+    def __init__(self, decoder: Decoder, slots: int, width: int, dtype: torch.dtype) -> None:
         self._decoder = decoder
-        self._rows = rows
         self._slots = slots
-        device = rows.state.device
+        device = decoder.state.device
         compiled = device.type == "cuda"
         self.decode_sizes = sizes_up_to(slots, DECODE_SIZES if compiled else FEW_ROWS)
         self.token_sizes = TOKEN_SIZES if compiled else FEW_TOKENS
@@ -81,6 +81,10 @@ class StepGraphs:
     def layout(self, tokens: int, *, chunks: bool) -> Layout:
         """Return the layout of so many tokens."""
         return Layout.of(self._slots, tokens, chunks=chunks)
+
+    def words(self, layout: Layout, plan: StepPlan, left_out: Collection[int] = ()) -> IntArray:
+        """Return the words of a plan, see `fill`."""
+        return fill(layout, plan, self._slots, left_out, decode=not self._decoder.exact)
 
     @property
     def head_words(self) -> int:
@@ -106,24 +110,24 @@ class StepGraphs:
 
     def _columns(self, tokens: int, *, chunks: bool) -> Columns[Tensor]:
         layout = self.layout(tokens, chunks=chunks)
-        self.inputs[: layout.words] = to_device(blank(layout, self._rows.nobody), self.inputs.device)
+        self.inputs[: layout.words] = to_device(blank(layout, self._slots), self.inputs.device)
         return layout.split(self.inputs)
 
     def _forward(self, tokens: int) -> Callable[[], None]:
         columns = self._columns(tokens, chunks=True)
 
         def run() -> None:
-            hidden = self._decoder.hidden(columns, self._slots)
+            hidden = self._decoder.hidden(columns, 0 if self._decoder.exact else self._slots)
             torch.index_select(hidden, 0, columns.picks[: self._slots], out=self.picked)
 
         return run
 
     def _step(self, rows: int, kind: Kind) -> Callable[[], Tensor]:
-        columns = self._columns(rows, chunks=False)
+        columns = self._columns(rows, chunks=self._decoder.exact)
 
         def run() -> Tensor:
-            logits = self._decoder.logits(self._decoder.hidden(columns, rows))
-            return choose(kind, logits, self._rows.state, columns.slots[:rows], columns.following[:rows])
+            logits = self._decoder.logits(self._decoder.hidden(columns, 0 if self._decoder.exact else rows))
+            return choose(kind, logits, self._decoder.state, columns.slots[:rows], columns.following[:rows])
 
         return run
 
@@ -132,7 +136,7 @@ class StepGraphs:
 
         def run() -> Tensor:
             logits = self._decoder.logits(self.picked[:rows])
-            return choose(kind, logits, self._rows.state, columns.slots[:rows], columns.following[:rows])
+            return choose(kind, logits, self._decoder.state, columns.slots[:rows], columns.following[:rows])
 
         return run
 

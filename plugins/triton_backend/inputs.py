@@ -102,11 +102,14 @@ def blank(layout: Layout, nobody: int) -> IntArray:
     return words
 
 
-def fill(layout: Layout, plan: StepPlan, nobody: int, left_out: Collection[int] = ()) -> IntArray:
+def fill(
+    layout: Layout, plan: StepPlan, nobody: int, left_out: Collection[int] = (), *, decode: bool = True
+) -> IntArray:
     """Return the words of a plan; what is left over is padding, see `blank`.
 
     Args:
         left_out: lines of the plan whose attention is computed elsewhere: they get no tiles.
+        decode: rows with one token at the front decode; otherwise they are chunks as well.
     """
     words = blank(layout, nobody)
     columns = layout.split(words)
@@ -119,7 +122,7 @@ def fill(layout: Layout, plan: StepPlan, nobody: int, left_out: Collection[int] 
     columns.picks[:n] = ends[chosen] - 1
     columns.token_slots[:count] = np.repeat(plan.rows, plan.count)
     columns.positions[:count] = np.arange(count) + np.repeat(plan.start - (ends - plan.count), plan.count)
-    single = leading_singles(plan.count)
+    single = leading_singles(plan.count) if decode else 0
     columns.decoding[0] = single
     if layout.tiles:
         _fill_chunks(columns, plan, single, ends, left_out)

@@ -26,6 +26,14 @@ _SETTINGS = np.dtype(
 _WORDS = _SETTINGS.itemsize // 4
 
 
+def new_state(slots: int, longest: int, device: torch.device) -> Tensor:
+    """Return the state of rows that nobody occupies yet, and the line of nobody behind them."""
+    state = torch.zeros((slots + 1, layout.words(-(-longest // layout.PAGE))), dtype=torch.int32, device=device)
+    state[-1, layout.DEAD.value] = 1
+    state[-1, layout.WIDTH.value] = -1
+    return state
+
+
 class RowTable:
     """State of ``max_slots`` rows.
 
@@ -39,12 +47,9 @@ class RowTable:
         min_len: [slots] of which position the minimum length ends.
     """
 
-    def __init__(self, slots: int, longest: int, vocab: int, device: torch.device, processors: Processors) -> None:
-        pages = -(-longest // layout.PAGE)
-        self.state = torch.zeros((slots + 1, layout.words(pages)), dtype=torch.int32, device=device)
-        self.state[-1, layout.DEAD.value] = 1
-        self.state[-1, layout.WIDTH.value] = -1
-        self.nobody = slots
+    def __init__(self, state: Tensor, vocab: int, processors: Processors) -> None:
+        slots = len(state) - 1
+        self.state = state
         self.greedy = np.ones(slots, np.bool_)
         self.special = np.zeros(slots, np.bool_)
         self.processed = np.zeros(slots, np.bool_)
@@ -59,11 +64,6 @@ class RowTable:
         self._pages: IntArray = np.zeros(slots, np.int32)
         self._vocab = vocab
         self._processors = processors
-
-    @property
-    def tables(self) -> Tensor:
-        """Return [slots + 1, pages] the block tables (a view)."""
-        return self.state[:, layout.TABLE.value :]
 
     def release(self, slots: Sequence[int]) -> None:
         """Forget rows."""

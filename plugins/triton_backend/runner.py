@@ -15,7 +15,7 @@ from slotline.plugins.torch_backend.processing import Processors
 from slotline.plugins.triton_backend.attention import Whole
 from slotline.plugins.triton_backend.decoder import Decoder
 from slotline.plugins.triton_backend.graphs import StepGraphs, size_for
-from slotline.plugins.triton_backend.inputs import all_single, fill, leading_singles
+from slotline.plugins.triton_backend.inputs import all_single, leading_singles
 from slotline.plugins.triton_backend.results import Clock, Draws, LaunchedStep, PromptTables, Transfer
 from slotline.plugins.triton_backend.rows import RowTable, to_device
 from slotline.plugins.triton_backend.sampling import COLUMNS, WIDE, Kind, Wishes, choose_special, pack
@@ -97,7 +97,7 @@ class Runner:
         graphs, kind = self._graphs, self._kind(wishes)
         size = size_for(len(plan), graphs.decode_sizes)
         assert size is not None, "a plan has more rows than there are slots"
-        words = fill(graphs.layout(size, chunks=False), plan, self.rows.nobody)
+        words = graphs.words(graphs.layout(size, chunks=self._decoder.exact), plan)
         graphs.inputs[: len(words)].copy_(to_device(words, self._device), non_blocking=True)
         return self._draws(lines, wishes, graphs.step(size, kind), size, kind)
 
@@ -107,7 +107,7 @@ class Runner:
         scores = bool((self.rows.prompt_width[plan.rows] >= 0).any())
         size = None if scores else size_for(plan.num_tokens, graphs.token_sizes)
         if size is not None:
-            words = fill(graphs.layout(size, chunks=True), plan, self.rows.nobody)
+            words = graphs.words(graphs.layout(size, chunks=True), plan)
             graphs.inputs[: len(words)].copy_(to_device(words, self._device), non_blocking=True)
             graphs.forward(size)
             return None
@@ -118,10 +118,10 @@ class Runner:
         """Do without a recording what `StepGraphs.forward` does; return the outputs of all tokens."""
         graphs, wholes = self._graphs, self._wholes(plan)
         layout = graphs.layout(-(-plan.num_tokens // graphs.round) * graphs.round, chunks=True)
-        uploaded = to_device(fill(layout, plan, self.rows.nobody, list(wholes)), self._device)
+        uploaded = to_device(graphs.words(layout, plan, list(wholes)), self._device)
         columns, head = layout.split(uploaded), graphs.head_words
         graphs.inputs[:head].copy_(uploaded[:head])
-        singles = leading_singles(plan.count)
+        singles = 0 if self._decoder.exact else leading_singles(plan.count)
         lines = (size_for(singles, graphs.decode_sizes) or 0) if singles else 0
         hidden = self._decoder.hidden(columns, lines, tuple(wholes.values()))
         torch.index_select(hidden, 0, columns.picks, out=graphs.picked)
@@ -149,7 +149,7 @@ class Runner:
 
     def _wholes(self, plan: StepPlan) -> dict[int, Whole]:
         """Return, by line of the plan, the chunks that library attention takes: long ones that start a sequence."""
-        if self._device.type != "cuda" or not self._decoder.shape.plain:
+        if self._device.type != "cuda" or not self._decoder.shape.plain or self._decoder.exact:
             return {}
         ends, found = np.cumsum(plan.count), {}
         for i in np.flatnonzero((plan.start == 0) & (plan.count >= LONG)).tolist():

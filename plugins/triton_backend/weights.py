@@ -10,8 +10,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from slotline.errors import CheckpointError, ModelError
+from slotline.kernels.gate import gate
+from slotline.kernels.gemm import gemm
 from slotline.kernels.gemv import gemv
 from slotline.kernels.rotate_and_store import HeadNorms
+from slotline.kernels.skinny_gemm import pays as few_rows_pay
+from slotline.kernels.skinny_gemm import skinny_gemm
 from slotline.plugins.models.decoder import DecoderConfig
 from slotline.plugins.models.rope import rope_inv_freq
 
@@ -23,16 +27,43 @@ ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A matrix product; bias may be None."""
+    """A matrix product; bias may be None. ``exact``: a row has the same bits in any company."""
 
     weight: Tensor  # [out, in]
     bias: Tensor | None  # [out]
+    exact: bool
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return [T, out] for [T, in]."""
+        if self.exact:
+            return gemm(x, self.weight, self.bias)
         if len(x) == 1:
             return gemv(x, self.weight, self.bias, dependent=True)
+        if few_rows_pay(len(x), *self.weight.shape, size=x.element_size()):
+            return skinny_gemm(x, self.weight, self.bias, dependent=True)
         return functional.linear(x, self.weight, self.bias)
+
+    def gated(self, x: Tensor, activation: str) -> Tensor:
+        """Return [T, out / 2] act(gate) * up for weights of gate rows, then up rows."""
+        rows, columns = self.weight.shape
+        if not self.exact and len(x) == 1:
+            return gemv(x, self.weight, self.bias, activation=activation, dependent=True)
+        if not self.exact and few_rows_pay(len(x), rows // 2, columns, gated=True, size=x.element_size()):
+            return skinny_gemm(x, self.weight, self.bias, activation=activation, dependent=True)
+        return gate(self(x), activation, dependent=True)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return [T, out] in float32."""
+        wide = torch.float32
+        if self.exact:
+            return gemm(x, self.weight, out_dtype=wide)
+        if len(x) == 1:
+            return gemv(x, self.weight, out_dtype=wide, dependent=True)
+        if few_rows_pay(len(x), *self.weight.shape, size=x.element_size()):
+            return skinny_gemm(x, self.weight, out_dtype=wide, dependent=True)
+        if x.dtype is wide or not x.is_cuda:
+            return functional.linear(x, self.weight).float()
+        return torch.mm(x, self.weight.t(), out_dtype=wide)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +95,16 @@ class Weights:
     embed: Tensor  # [V, C]
     layers: tuple[Layer, ...]
     final_norm: Tensor  # [C]
-    head: Tensor  # [V, C]
+    head: Linear  # [T, C] to [T, V]
     angles: tuple[Tensor, ...]
     activation: str
     nbytes: int
 
 
-def load_weights(checkpoint: Checkpoint, *, device: torch.device, dtype: torch.dtype, positions: int) -> Weights:
-    """Read a checkpoint into memory of the device.
+def load_weights(
+    checkpoint: Checkpoint, *, device: torch.device, dtype: torch.dtype, positions: int, exact: bool
+) -> Weights:
+    """Read a checkpoint into memory of the device; ``exact`` products do not depend on the other rows.
 
     Raises:
         CheckpointError: a tensor is damaged.
@@ -79,13 +112,13 @@ def load_weights(checkpoint: Checkpoint, *, device: torch.device, dtype: torch.d
     """
     config = checkpoint.config
     _check(config)
-    reader = _Reader(checkpoint, device, dtype)
+    reader = _Reader(checkpoint, device, dtype, exact)
     embed = reader.tensor("embed")
     return Weights(
         embed=embed,
         layers=tuple(_layer(reader, i, config) for i in range(config.num_layers)),
         final_norm=reader.tensor("final_norm"),
-        head=embed if config.tie_embeddings else reader.tensor("lm_head"),
+        head=Linear(embed if config.tie_embeddings else reader.tensor("lm_head"), None, exact),
         angles=tuple(_angles(config, kind, positions, device) for kind in range(len(config.layer_kinds))),
         activation=ACTIVATIONS[config.hidden_act],
         nbytes=reader.nbytes,
@@ -111,10 +144,11 @@ def _angles(config: DecoderConfig, kind: int, positions: int, device: torch.devi
 class _Reader:
     """Read tensors one at a time, move them to the device, and count their bytes."""
 
-    def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, exact: bool) -> None:
         self._checkpoint = checkpoint
         self._device = device
         self._dtype = dtype
+        self.exact = exact
         self.nbytes = 0
 
     def tensor(self, *names: str) -> Tensor:
@@ -126,7 +160,8 @@ class _Reader:
 
     def linear(self, prefix: str, parts: str, *, biased: bool) -> Linear:
         names = [prefix + part for part in parts.split()]
-        return Linear(self.tensor(*names), self.tensor(*(f"{n}_bias" for n in names)) if biased else None)
+        bias = self.tensor(*(f"{n}_bias" for n in names)) if biased else None
+        return Linear(self.tensor(*names), bias, self.exact)
 
 
 def _layer(reader: _Reader, index: int, config: DecoderConfig) -> Layer:
