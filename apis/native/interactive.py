@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -39,6 +39,7 @@ class Turn:
         history_tokens: of ``history``.
         keep: the conversation goes on after this answer.
         answered: it has been, so ``keep`` holds; a turn that failed changes nothing.
+        give_back: gives the session back, however the turn ends; a second time does nothing.
     """
 
     history: list[dict[str, Any]]
@@ -47,6 +48,11 @@ class Turn:
     history_tokens: int = 0
     keep: bool = False
     answered: bool = False
+    give_back: Callable[[], None] = lambda: None
+
+    def end(self) -> None:
+        """Give the session back, if that was not done before."""
+        self.give_back()
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -113,14 +119,16 @@ class Interactive(Post):
             conversation=Conversation(turn.messages),
             renamed=body.renamed,
         )
-        ended = partial(self._release, key, turn) if key is not None else _nothing
-        return Exchange(self.service, asked, job, partial(self._answer, turn, session), ended)
+        if key is not None:
+            turn.give_back = partial(self._release, key, turn)
+        return Exchange(self.service, asked, job, partial(self._answer, turn, session), turn.end)
 
     def _answer(self, turn: Turn, session: Session, handle: RequestHandle) -> InteractiveAnswer:
         session.abort = handle.abort
         return InteractiveAnswer(turn, session, handle)
 
     def _release(self, key: Hashable, turn: Turn) -> None:
+        turn.give_back = _nothing
         self._sessions.release(key, keep=turn.keep or not turn.answered)
         if self._timer is None and len(self._sessions):
             self._arm()
@@ -191,6 +199,7 @@ class InteractiveAnswer:
         answer = {"role": "assistant", "content": "".join(self._texts)}
         self._session.messages = [*self._turn.messages, answer]
         self._turn.answered = True
+        self._turn.give_back()  # before the last byte is sent: the client may go on as soon as it has that
 
 
 def _nothing() -> None:

@@ -66,6 +66,9 @@ def _part(part: Any, where: str) -> str:
     text = part.get("text")
     if not isinstance(text, str):
         raise _wrong(f"{where}.text", text, "a string")
+    other = next((name for name in part if name not in ("type", "text")), None)
+    if other is not None:
+        raise RequestError(f"{where} has the unknown field {other[:80]!r}", param="messages")
     return text
 
 

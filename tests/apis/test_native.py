@@ -6,6 +6,7 @@ import json
 
 import anyio
 import anyio.lowlevel
+import httpx
 import pytest
 
 import slotline
@@ -156,6 +157,27 @@ async def test_an_aborted_answer_says_so(fake, echo):
 # Conversations that the server keeps
 
 
+async def ask(app, body):
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        return await client.post("/generate", json=body)
+
+
+def scope_of(path, body):
+    """Return the scope of a POST, and what its body is received from."""
+    messages = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+
+    async def receive():
+        if messages:
+            return messages.pop()
+        await anyio.sleep_forever()
+
+    headers = [(b"content-type", b"application/json"), (b"host", b"test")]
+    scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "root_path": "",
+             "scheme": "http", "query_string": b"", "headers": headers,
+             "client": ("127.0.0.1", 1), "server": ("test", 80)}  # fmt: skip
+    return scope, receive
+
+
 def lines(text):
     return [json.loads(line) for line in text.splitlines()]
 
@@ -210,6 +232,21 @@ async def test_the_server_remembers_a_session_and_no_other(fake, stream):
     assert (await say("", request_output_len=0))["text"] == ""
     await say("f")
     assert told(engine) == [("user", "f")]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_next_turn_may_come_with_the_last_byte_of_this_one(fake, stream):
+    engine = fake.Engine(fake.say("x", finish="stop"))
+    app = create_app(engine)
+    body = {"session_id": 1, "interactive_mode": True, "stream": stream, "prompt": "a"}
+    statuses = []
+
+    async def send(message):
+        if message["type"] == "http.response.body" and not message.get("more_body"):
+            statuses.append((await ask(app, body)).status_code)
+
+    await app(*scope_of("/generate", body), send)
+    assert statuses == [200]
 
 
 async def test_messages_and_a_system_message_are_a_turn_too(fake):
