@@ -3,7 +3,7 @@
 #   PYTHON=python3.12       the interpreter that makes the virtual environment (3.11 or later)
 #   VENV=DIR                where that environment lives
 #   TORCH_INDEX=URL         take torch from this package index, e.g. a CPU build for a machine without a GPU
-#   ARGS="..."              further arguments for chat, serve, test, test-long, bench, bench-logprobs
+#   ARGS="..."              further arguments for chat, serve, test, test-long, bench, bench-http, bench-logprobs
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -22,7 +22,7 @@ EVAL := $(VENV)/.slotline-eval
 export PYTHONSAFEPATH = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup chat serve test test-long check lint types layout format bench bench-logprobs docs link clean
+.PHONY: help setup chat serve test test-long check lint types layout format bench bench-http bench-logprobs docs link clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile
@@ -81,6 +81,9 @@ format: setup ## let ruff fix and format
 bench: setup ## measure the microkernel alone, then the CPU engine beside transformers (and llama.cpp, by an option)
 	@$(BENCH) benchmarks/bench_microkernel.py
 	@$(BENCH) benchmarks/bench_cpu.py $(ARGS)
+
+bench-http: setup ## measure the HTTP server with the echo backend
+	@$(BENCH) benchmarks/bench_http.py $(ARGS)
 
 bench-logprobs: setup ## measure what logprobs cost, on a GPU where there is one
 	@$(BENCH) benchmarks/bench_logprobs.py $(ARGS)

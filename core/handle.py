@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from slotline.logprobs import Logprobs
@@ -102,8 +103,11 @@ class RequestHandle:
         """End the request now; its slots and blocks are free when this returns."""
         self._abort(self)
 
-    async def pieces(self) -> AsyncIterator[list[Output]]:
+    async def pieces(self, *, patient: bool = False) -> AsyncGenerator[list[Output], None]:
         """Yield what is new, all choices at once; abort if left early.
+
+        Args:
+            patient: only when a choice has ended.
 
         Raises:
             SlotlineError: the request ended with an error.
@@ -111,7 +115,7 @@ class RequestHandle:
         try:
             left = {(c.prompt_index, c.index) for c in self.choices}
             while left:
-                outputs = await self.box.get()
+                outputs = await self.box.get(patient=patient)
                 left -= {(o.prompt_index, o.index) for o in outputs if o.finish_reason is not None}
                 yield outputs
             if self.error is not None:
@@ -129,14 +133,16 @@ class RequestHandle:
         finally:
             if not self.finished:
                 self.abort()  # before anything that could be cancelled again
-            await pieces.aclose()  # type: ignore[attr-defined]  # an async generator has it
+            await pieces.aclose()
 
     async def completions(self) -> list[Completion]:
         """Wait for the end; return one Completion per prompt, with all its choices."""
         gathered = [_Gathered() for _ in self.choices]
         at = {(c.prompt_index, c.index): g for c, g in zip(self.choices, gathered, strict=True)}
-        async for output in self:
-            at[output.prompt_index, output.index].add(output)
+        async with aclosing(self.pieces(patient=True)) as pieces:
+            async for outputs in pieces:
+                for output in outputs:
+                    at[output.prompt_index, output.index].add(output)
         return [self._completion(p, at) for p in range(len(self.prompt_token_ids))]
 
     def _completion(self, prompt_index: int, at: dict[tuple[int, int], _Gathered]) -> Completion:

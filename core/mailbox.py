@@ -88,20 +88,21 @@ class Choice:
 class Mailbox:
     """Where a request's choices leave their output and one reader takes it."""
 
-    __slots__ = ("_error", "_ready", "_vocabulary", "_waiter")
+    __slots__ = ("_error", "_patient", "_ready", "_vocabulary", "_waiter")
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._ready: list[Choice] = []
         self._waiter: asyncio.Future[None] | None = None
         self._error: BaseException | None = None
+        self._patient = False  # the reader waits for choices that are done
 
     def post(self, choice: Choice) -> None:
         """Say that a choice has unread output."""
         if not choice.listed:
             choice.listed = True
             self._ready.append(choice)
-        if self._waiter is not None:
+        if self._waiter is not None and (choice.done or not self._patient):
             self._wake()
 
     def fail(self, error: BaseException) -> None:
@@ -109,14 +110,21 @@ class Mailbox:
         self._error = error
         self._wake()
 
-    async def get(self) -> list[Output]:
+    async def get(self, *, patient: bool = False) -> list[Output]:
         """Wait for unread output and take all of it, one piece per choice.
+
+        Args:
+            patient: wait for the end of a choice; waking for every token is what an answer that is
+                not streamed would mostly pay for.
 
         Raises:
             SlotlineError: what ``fail`` was given.
         """
-        while not self._ready:
+        self._patient = patient
+        while not (any(choice.done for choice in self._ready) if patient else self._ready):
             if self._error is not None:
+                if self._ready:
+                    break
                 raise self._error
             self._waiter = asyncio.get_running_loop().create_future()
             try:

@@ -96,6 +96,7 @@ class EchoBackend:
     def load(self, config: EngineConfig, model: Model) -> BackendInfo:
         """Allocate the rows' columns."""
         self._delay = config.echo_delay
+        self._ready_at = 0.0  # of the step before, which may still be in flight
         self._tokens: list[IntArray] = [np.empty(0, np.int32)] * config.max_slots
         self._setup: list[RowSetup | None] = [None] * config.max_slots
         block_size = config.block_size or self.capabilities.block_sizes[0]
@@ -122,7 +123,8 @@ class EchoBackend:
         dead = status == Status.DEAD
         n_tokens = (plan.sample & ~dead).astype(np.int32)
         result = StepResult(plan.step_id, plan.rows, plan.epoch, tokens, n_tokens, status)
-        return EchoHandle(result, time.monotonic() + self._delay)
+        self._ready_at = max(time.monotonic(), self._ready_at) + self._delay
+        return EchoHandle(result, self._ready_at)
 
     def _next(self, row: int, position: int) -> tuple[int, int]:
         setup = self._setup[row]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
@@ -60,16 +61,16 @@ class Exchange:
         """Run the request until it is answered or its client is gone."""
         limit = self._service.settings.write_timeout
         try:
-            async with anyio.create_task_group() as group:
-                group.start_soon(wait_for_hangup, receive, group.cancel_scope)
-                timed = TimedSend(send, limit, group.cancel_scope.cancel)
+            with anyio.CancelScope() as scope:
+                watch = asyncio.ensure_future(wait_for_hangup(receive, scope))
+                timed = TimedSend(send, limit, scope.cancel)
                 try:
                     await self._answer_or_fail(timed)
                 except ClientGone:
                     pass
                 finally:
                     timed.close()
-                    group.cancel_scope.cancel()
+                    watch.cancel()
         finally:
             self._on_end()
         if timed.expired:

@@ -253,7 +253,7 @@ def test_a_submission_comes_out_as_it_went_in():
     sequence = SequenceRequest(
         seq_id=2**40, token_ids=np.arange(5, dtype=np.int32), params=params, seed=2**64 - 1, stop_ids=(1, 2),
         max_tokens=9, bad_words=((1, 2), (3,)), priority=-1, client="c", deadline=1.5, cache_salt="s", logprobs=0,
-        prompt_logprobs=3, leader=7,
+        prompt_logprobs=3, leader=7, embed=True,
     )  # fmt: skip
     message = to_engine.decode(pack_submit(1, [sequence, replace(sequence, seq_id=3)])[4:])
     assert len(message.params) == 1
@@ -313,6 +313,7 @@ def batches(draw) -> OutputBatch:
         admitted=((3, 4),),
         errors=((5, QueueFull("full", retry_after=2.0)),),
         device_ms=1.5,
+        embeddings=((7, np.arange(3, dtype=np.float32)),),
     )
 
 
@@ -333,6 +334,8 @@ def assert_equal(one: OutputBatch, other: OutputBatch) -> None:
             left, right = left.tolist(), right.tolist()
         elif field.name == "errors":
             left, right = ([(i, type(e), e.args, e.__dict__) for i, e in errors] for errors in (left, right))
+        elif field.name == "embeddings":
+            left, right = ([(i, v.dtype, v.tolist()) for i, v in vectors] for vectors in (left, right))
         assert left == right, field.name
 
 
