@@ -66,6 +66,16 @@ _OPTIONS = (
         show_default=True,
         help="Longest head; then 431.",
     ),
+    click.option(
+        "--max-sessions",
+        type=click.IntRange(0),
+        default=256,
+        show_default=True,
+        help="Conversations kept for /v1/chat/interactive; none with several API workers.",
+    ),
+    click.option(
+        "--session-timeout", type=float, default=3600.0, show_default=True, help="Seconds one is kept while unused."
+    ),
     click.option("--access-log", is_flag=True, help="Log each request, without what it said."),
     click.option(
         "--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True, help="Lines of the log."
@@ -91,7 +101,7 @@ def serve(
     if config.threads is None:
         config = config.with_options(threads=1)  # more of them spin between steps, and the loop needs a core
     listeners = _listen(host, port, api_workers)
-    options = _options_of(listeners[0], given)
+    options = _options_of(listeners[0], api_workers, given)
     options.check()
     log = {"json": log_format == "json", "access": access_log}
     prepare(**log)
@@ -131,16 +141,20 @@ def _serve_apart(
     )
 
 
-def _options_of(listener: socket.socket, given: dict[str, Any]) -> ServerOptions:
+def _options_of(listener: socket.socket, workers: int, given: dict[str, Any]) -> ServerOptions:
     from slotline.apis.cli.server import ServerOptions
     from slotline.apis.openai.hosts import is_loopback
     from slotline.apis.openai.service import Settings
 
+    sessions = given.pop("max_sessions")
     settings = Settings(
         served_model_name=tuple(given.pop("served_model_name")),
         request_timeout=given.pop("request_timeout"),
         write_timeout=given.pop("write_timeout"),
         max_body_bytes=given.pop("max_body_bytes"),
+        max_sessions=0 if workers > 1 else sessions,  # the next turn may come to another process
+        session_timeout=given.pop("session_timeout"),
+        processes=max(workers, 1),
     )
     origins = tuple(given.pop("allowed_origin"))
     local = is_loopback(listener.getsockname()[0])

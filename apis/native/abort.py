@@ -33,5 +33,13 @@ class Abort(Post):
             message = f"request_id is {state}; allowed: either request_id or session_id"
             raise ApiError(400, message, param="request_id", code="invalid_parameter")
         if body.request_id is not None:
-            return {"aborted": self.service.running.abort(body.request_id, asked.client)}
-        return {"aborted": int(self._sessions.abort((asked.client, body.session_id)))}
+            count = self.service.running.abort(body.request_id, asked.client)
+        else:
+            count = int(self._sessions.abort((asked.client, body.session_id)))
+        if not count and self.service.settings.processes > 1:
+            message = (
+                f"no such answer is being given by this process, one of {self.service.settings.processes}; "
+                "on another connection the request may reach the one that gives it"
+            )
+            raise ApiError(404, message, param="request_id", code="not_in_this_process")
+        return {"aborted": count}

@@ -31,6 +31,7 @@ class Settings:
         request_timeout: seconds for a whole answer, then 504; None = no limit.
         max_sessions: conversations that the server keeps for /v1/chat/interactive; 0 keeps none.
         session_timeout: seconds that one is kept after its last answer.
+        processes: how many of them share the port.
     """
 
     served_model_name: tuple[str, ...] = ()
@@ -40,6 +41,7 @@ class Settings:
     request_timeout: float | None = None
     max_sessions: int = 256
     session_timeout: float = 3600.0
+    processes: int = 1
 
 
 class EngineLifespan:

@@ -139,6 +139,11 @@ async def test_ids_that_clients_make_up_are_their_own(fake):
     assert running.abort("a1", None) == running.abort("same", "two") == 0
 
 
+async def test_one_of_several_processes_does_not_say_that_there_is_no_such_answer(fake, echo):
+    error = await call(fake, echo, "/abort", {"request_id": "x"}, 404, Settings(processes=2))
+    assert error["code"] == "not_in_this_process"
+
+
 async def test_an_aborted_answer_says_so(fake, echo):
     body = {"model": "echo", "prompt": "abc", "max_tokens": 30_000, "ignore_eos": True}
     app, replies = create_app(echo), []

@@ -16,6 +16,12 @@ from typing import Any
 
 import pytest
 
+from slotline.apis.native.abort import AbortBody
+from slotline.apis.native.bodies import InteractiveBody
+from slotline.apis.native.tokens import DetokenizeBody, TokenizeBody
+from slotline.apis.openai.embeddings import EmbeddingBody
+from slotline.apis.openai.models import IRRELEVANT, UNSUPPORTED, ChatBody, CompletionBody
+
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SHOWN_URL = "http://127.0.0.1:8000"
@@ -91,3 +97,13 @@ def test_the_curl_commands_of_the_server_page_work(server):
         for body in re.findall(r"^(?:data: )?(\{.*\})$", done.stdout, re.MULTILINE):
             assert "error" not in json.loads(body), body
         assert '"logprobs"' in done.stdout
+
+
+def test_the_page_names_every_field():
+    page = (DOCS / "api_server.md").read_text(encoding="utf-8")
+    fields = page.partition("### Fields")[2].partition("### Answers")[0]
+    bodies = (ChatBody, CompletionBody, EmbeddingBody, InteractiveBody, TokenizeBody, DetokenizeBody, AbortBody)
+    names = set().union(IRRELEVANT, UNSUPPORTED, *(body.model_fields for body in bodies))
+    assert not [name for name in sorted(names) if f"`{name}`" not in fields]
+    named = set(re.findall(r"^\| (?:`(\w+)`(?:, )?)+", fields, re.MULTILINE))
+    assert named <= names, "the page names a field that is not there"

@@ -64,3 +64,18 @@ async def test_ov_02_every_request_gets_an_answer_or_a_refusal():
         assert len(statuses) == 500 and set(statuses) == {200, 503}
         assert statuses.count(200) >= 20
         assert_idle(engine)
+
+
+async def test_sc_03_a_long_prompt_does_not_stop_who_is_answering():
+    async with served(max_slots=2, max_queue=4, max_batch_tokens=64, kv_cache_tokens=8192) as (engine, ask):
+        params = slotline.SamplingParams(max_tokens=2000, ignore_eos=True)
+        handle = await engine.submit(["abc"], params)
+        pieces = handle.pieces()
+        await anext(pieces)
+        steps, tokens = engine.stats().steps, handle.usage.completion_tokens
+        assert (await ask(prompt="x" * 1000, max_tokens=1)).status_code == 200
+        steps, tokens = engine.stats().steps - steps, handle.usage.completion_tokens - tokens
+        assert steps >= 1000 // 64 and tokens >= steps - 2  # one a step, but for those that are in flight
+        await pieces.aclose()
+        await asyncio.sleep(0.1)  # pages of a step in flight are free when it has come back
+        assert_idle(engine)
