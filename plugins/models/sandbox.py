@@ -15,6 +15,16 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from slotline.errors import ChatTemplateError, ConfigError
+from slotline.plugins.models.budget import (
+    JOIN,
+    TICK,
+    check_call,
+    check_format,
+    check_length,
+    checked_filter,
+    guarded,
+    joined,
+)
 
 MAX_CHARS = 16 * 1024 * 1024
 MAX_SECONDS = 10.0
@@ -36,9 +46,9 @@ class _GenerationTag(Extension):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Refuses the two operators that make something huge out of little."""
+    """Refuses operators and calls that make something huge out of little."""
 
-    intercepted_binops = frozenset({"*", "**"})
+    intercepted_binops = frozenset({"*", "**", "+", "%"})
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         numbers = all(isinstance(side, int | float) for side in (left, right))
@@ -48,7 +58,21 @@ class _Environment(ImmutableSandboxedEnvironment):
             times, what = (left, right) if isinstance(left, int) else (right, left)
             if isinstance(times, int) and times * len(what) > _MAX_REPEAT:
                 raise jinja2.TemplateError("a chat template may not repeat a text that often")
+        if operator == "+" and isinstance(left, str) and isinstance(right, str):
+            check_length(len(left) + len(right))
+        if operator == "%":
+            check_format(left)
         return super().call_binop(context, operator, left, right)
+
+    def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        check_call(function, args)
+        return super().call(context, function, *args, **kwargs)
+
+    def wrap_str_format(self, value: Any) -> Any:
+        wrapped = super().wrap_str_format(value)
+        if wrapped is not None:
+            check_format(value.__self__)
+        return wrapped
 
 
 def _tojson(
@@ -74,6 +98,8 @@ def _environment() -> _Environment:
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag]
     )
     environment.filters["tojson"] = _tojson  # Jinja's own escapes for HTML
+    for name in ("center", "format", "indent", "replace", "wordwrap"):
+        environment.filters[name] = checked_filter(name, environment.filters[name])
     environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
     return environment
 
@@ -92,7 +118,7 @@ def compile_template(text: str, where: str) -> Callable[[Mapping[str, Any]], str
         ConfigError: a syntax error, with file and line.
     """
     try:
-        template = _environment().from_string(text)
+        template = guarded(_environment(), text)
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(f"chat template {where}, line {error.lineno}: {error.message}") from error
     except (jinja2.TemplateError, RecursionError) as error:
@@ -103,14 +129,18 @@ def compile_template(text: str, where: str) -> Callable[[Mapping[str, Any]], str
 def _run(template: jinja2.Template, variables: Mapping[str, Any], where: str) -> str:
     parts: list[str] = []
     size, deadline = 0, time.monotonic() + MAX_SECONDS
+
+    def tick() -> None:
+        if time.monotonic() > deadline:
+            raise _Refusal(f"it ran longer than {MAX_SECONDS:g} seconds")
+
     try:
-        for part in template.generate(**variables):
+        for part in template.generate({**variables, TICK: tick, JOIN: joined}):
             parts.append(part)
             size += len(part)
             if size > MAX_CHARS:
                 raise _Refusal(f"its output is longer than {MAX_CHARS} characters")
-            if time.monotonic() > deadline:
-                raise _Refusal(f"it ran longer than {MAX_SECONDS:g} seconds")
+            tick()
     except _Refusal as error:
         raise ChatTemplateError(f"the chat template refuses the messages: {error}", param="messages") from error
     except Exception as error:  # a template can fail in as many ways as Python can

@@ -250,8 +250,51 @@ def test_time_is_bounded(chat, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    "template",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+        "{% macro f() %}{{ caller() }}{% endmacro %}"
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% call f() %}{% endcall %}{% endfor %}{% endfor %}",
+    ],
+)
+def test_time_is_bounded_though_nothing_is_written(chat, monkeypatch, template):
+    monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.2)
+    with pytest.raises(ChatTemplateError, match=r"longer than 0\.2 seconds"):
+        chat(template).render(user("x"))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        "{% set n.x = n.x ~ n.x %}",
+        "{% set n.x = n.x + n.x %}",
+        "{% set n.x = n.x.replace('x', 'xxxxxxxxxxx') %}",
+        "{% set n.x = n.x | replace('x', 'xxxxxxxxxxx') %}",
+        "{% set n.x = 'x'.center(20000000) %}",
+        "{% set n.x = 'x' | center(20000000) %}",
+        "{% set n.x = 'x' | indent(20000000) %}",
+        "{% set n.x = '%20000000d' % 1 %}",
+        "{% set n.x = '%*d' % (20000000, 1) %}",
+        "{% set n.x = '%20000000d' | format(1) %}",
+        "{% set n.x = '{:>20000000}'.format(1) %}",
+        "{% set n.x = '{:>{}}'.format(1, 20000000) %}",
+    ],
+)
+def test_texts_are_bounded_though_they_are_not_written(chat, make):
+    template = "{% set n = namespace(x='xxxxxxxxxx') %}{% for i in range(25) %}" + make + "{% endfor %}"
+    with pytest.raises(ChatTemplateError, match=r"longer than|that wide"):
+        chat(template).render(user("x"))
+
+
+@pytest.mark.parametrize(
     ("template", "text"),
     [
+        ("{{ 'a' ~ 1 ~ none ~ nothing }}", "a1None"),
+        ("{{ 'a' + 'b' }}{{ '%s-%03d' % ('x', 7) }}{{ '{:*>4}'.format(1) }}{{ 'x'.center(3) }}", "abx-007***1 x "),
+        ("{{ 'aXa'.replace('X', '-') }}{{ 'aXa' | replace('X', '+') }}{{ 'a' | center(3) }}", "a-aa+a a "),
+        ("{% macro f(x) %}<{{ x }}{{ caller() }}>{% endmacro %}{% call f(1) %}y{% endcall %}", "<1y>"),
+        ("{% for k in [1, 2] recursive %}{{ k }}{{ loop.last }}{% else %}none{% endfor %}", "1False2True"),
         ("{{ {'b': 'é<', 'a': [1]} | tojson }}", '{"b": "é<", "a": [1]}'),
         ("{{ {'b': 1} | tojson(indent=1) }}", '{\n "b": 1\n}'),
         ("{{ strftime_now('%Y') }}", str(datetime.now().year)),
