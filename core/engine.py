@@ -207,6 +207,7 @@ class Engine:
         self._intake.check_kind(adapter, embed=embed)
         request_id = self._new_id(request_id)
         resolved = self._intake.resolve(params)
+        self._intake.check_count(len(prompts), resolved.params.n)
         token_ids, cut = self._intake.truncated(
             await self._prompts.encode_all(prompts, chat_options or {}), resolved.params
         )

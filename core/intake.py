@@ -63,6 +63,7 @@ class Intake:
         self.longest = longest
         self.vocab_size = vocab_size
         self.max_logprobs = config.max_logprobs
+        self.most_sequences = config.max_slots + config.max_queue
         self._processors = processors
         self._seeds = np.random.default_rng(config.seed) if config.seed is not None else None
 
@@ -153,6 +154,19 @@ class Intake:
             raise InvalidParameter.of("cache_salt", cache_salt, f"a string of 1 to {MAX_SALT} characters")
         if deadline is not None and not deadline > 0:
             raise InvalidParameter.of("deadline", deadline, "seconds, more than 0")
+
+    def check_count(self, prompts: int, n: int) -> None:
+        """Refuse more sequences than there will ever be room for, before any of their prompts is encoded.
+
+        Raises:
+            InvalidParameter: saying how many there may be.
+        """
+        if prompts * n > self.most_sequences:
+            asked = f"{prompts} prompts" if n == 1 else f"{prompts} prompts with n {n}"
+            message = (
+                f"the request has {asked}; allowed: up to {self.most_sequences} sequences at once, each choice one"
+            )
+            raise InvalidParameter(message, param="prompt" if prompts > 1 else "n")
 
     def check_kind(self, adapter: str | None, *, embed: bool) -> None:
         """Refuse an adapter, and embedding where the backend gives no hidden states.

@@ -100,9 +100,7 @@ def checked_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any
 
     @wraps(function)
     def run(*arguments: Any, **named: Any) -> Any:
-        value, *given = arguments[
-            hasattr(function, "jinja_pass_arg") :
-        ]  # some get something of Jinja's before the text
+        value, *given = arguments[hasattr(function, "jinja_pass_arg") :]  # some get one of Jinja's own first
         given += named.values()
         check_length(max((v for v in given if isinstance(v, int)), default=0) * (str(value).count("\n") + 1))
         if name == "format":

@@ -47,9 +47,15 @@ async def test_ov_01_one_more_than_the_line_holds_is_told_to_come_again():
 async def test_ov_01_choices_and_prompts_count_each():
     async with served(max_slots=1, max_queue=4) as (engine, ask):
         assert (await ask(n=5)).status_code == 200 and (await ask(prompt=["a"] * 5)).status_code == 200
-        for body in ({"n": 6}, {"prompt": ["a"] * 6}, {"prompt": ["a"] * 3, "n": 2}):
-            error = (await ask(**body)).json()["error"]
-            assert error["message"] and error["type"] in ("overloaded_error", "invalid_request_error")
+        for body, param in (
+            ({"n": 6}, "n"),
+            ({"prompt": ["a"] * 6}, "prompt"),
+            ({"prompt": ["a"] * 3, "n": 2}, "prompt"),
+        ):
+            reply = await ask(**body)  # never, however long it waited
+            assert reply.status_code == 400 and reply.json()["error"]["param"] == param
+        replies = await asyncio.gather(ask(), ask(prompt=["a"] * 5))
+        assert sorted(reply.status_code for reply in replies) == [200, 503]
         assert_idle(engine)
 
 
