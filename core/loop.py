@@ -160,10 +160,7 @@ class EngineCore:
                     await self._recover(error)
                     continue
                 batch = self._take_in(result, since)
-                try:
-                    await self._launches()
-                finally:
-                    self._post(batch)
+                self._post(batch)
         except Exception as error:
             log.exception("the engine loop failed")
             self.give_up(EngineUnhealthy(f"the engine loop failed: {error!r}"))
@@ -213,15 +210,6 @@ class EngineCore:
             for seq_id in batch.seq_ids[batch.finish > 0].tolist():
                 self._forget(seq_id)
         return batch
-
-    async def _launches(self) -> None:
-        """Wait until the thread has launched the newest step, where that is all it does.
-
-        Launching takes the interpreter, and so do readers of the news: side by side, each would wait for the other's
-        turns to end, with the device idle meanwhile.
-        """
-        if self.depth > 1 and self._launched:
-            await asyncio.wait([asyncio.wrap_future(self._launched[-1][0])])
 
     def _post(self, batch: OutputBatch) -> None:
         self._outbox.append(batch)

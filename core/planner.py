@@ -169,6 +169,8 @@ class Planner:
 
     def _build(self, work: Work, step_id: int, ended: list[int], oldest_step: int) -> StepPlan:
         """Put the decision into columns: decoding rows, chunks, new rows."""
+        if not (work.chunks or work.admissions or work.preempted):
+            return self._build_decoding(work.decode, step_id, ended)
         table, new = self.rows, work.admissions
         old = np.concatenate([work.decode, np.array([r for r, _ in work.chunks], np.int32)])
         rows = np.concatenate([old, np.array([a.row for a in new], np.int32)])
@@ -190,6 +192,32 @@ class Planner:
             sample=(start + count == goal) & (goal < limit),
             admitted=tuple(self._setup(a.seq, a.row) for a in new),
             ended=np.array(ended + work.preempted, np.int32),
+        )
+
+    def _build_decoding(self, rows: IntArray, step_id: int, ended: list[int]) -> StepPlan:
+        """Do what `_build` does for rows with one token each, the steady state, in fewer operations."""
+        table, count = self.rows, len(rows)
+        start, goal = table.launched[rows], table.predicted[rows]
+        wants = start // table.block_size >= table.num_blocks[rows]
+        indptr, blocks = np.zeros(count + 1, np.int32), NO_ROWS
+        if wants.any():
+            np.cumsum(wants, out=indptr[1:])
+            blocks = np.array(self.pool.peek(int(indptr[-1]), set(), []), np.int32)
+        tokens = np.full(count, FEEDBACK, np.int32)
+        known = np.flatnonzero(start < table.known[rows])
+        if len(known):
+            tokens[known] = table.tokens[rows[known], start[known]]
+        return StepPlan(
+            step_id=step_id,
+            rows=rows,
+            epoch=table.slots.epoch[rows],
+            start=start,
+            count=np.ones(count, np.int32),
+            token_ids=tokens,
+            block_indptr=indptr,
+            block_ids=blocks,
+            sample=(start + 1 == goal) & (goal < table.limit[rows]),
+            ended=np.array(ended, np.int32),
         )
 
     def _assign_blocks(self, work: Work, old: IntArray, oldest_step: int) -> tuple[IntArray, IntArray]:

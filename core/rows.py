@@ -43,14 +43,18 @@ class RowTable:
         self.published: IntArray = np.zeros(max_slots, np.int32)
         self.last_step: LongArray = np.zeros(max_slots, np.int64)
         self._order: LongArray = np.zeros((2, max_slots), np.int64)  # priority, seq_id
+        self._sorted: IntArray | None = None  # occupied rows in order, while they stay the same
 
     # --- queries ----------------------------------------------------------------------
 
     def in_order(self) -> IntArray:
         """Return occupied rows, the one that goes first in front."""
-        rows = np.flatnonzero(self.slots.seq_id >= 0).astype(np.int32)
-        priority, seq_id = self._order[:, rows]
-        return rows[np.lexsort((seq_id, priority))]
+        if self._sorted is None:
+            rows = np.flatnonzero(self.slots.seq_id >= 0).astype(np.int32)
+            priority, seq_id = self._order[:, rows]
+            self._sorted = rows[np.lexsort((seq_id, priority))]
+            self._sorted.flags.writeable = False
+        return self._sorted
 
     def need(self, rows: IntArray) -> IntArray:
         """Return how many positions of each row can be launched now."""
@@ -78,6 +82,7 @@ class RowTable:
         self.target[row] = request.max_len - 1 if request.max_tokens else prompt_len
         self.published[row] = start // self.block_size
         self._order[:, row] = seq.order
+        self._sorted = None
         seq.row = row
 
     def append_blocks(self, row: int, blocks: IntArray) -> None:
@@ -89,6 +94,7 @@ class RowTable:
     def empty(self, row: int) -> None:
         """Free the row."""
         self.slots.free(row)
+        self._sorted = None
         self.num_blocks[row] = 0
 
     # --- checks -----------------------------------------------------------------------

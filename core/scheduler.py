@@ -215,15 +215,21 @@ class Scheduler:
         """Append sampled tokens and return [R] how each row ends with this step (0 = it goes on)."""
         table = self.rows
         got = live & (result.n_tokens > 0)
-        at = rows[got]
-        table.tokens[at, table.known[at]] = result.tokens[got, 0]
-        table.known[at] += 1
+        everybody = bool(got.all())
+        at, tokens = (rows, result.tokens[:, 0]) if everybody else (rows[got], result.tokens[got, 0])
+        known = table.known[at]
+        table.tokens[at, known] = tokens
+        table.known[at] = known + 1
         self.counts.generated_tokens += len(at)
-        scored = live & (table.limit[rows] == table.prompt_len[rows]) & (table.computed[rows] >= table.target[rows])
         finish = np.zeros(len(rows), np.int32)
-        finish[(got & (table.known[rows] >= table.limit[rows])) | scored] = Finish.LENGTH
-        finish[got & (result.status == Status.STOP)] = Finish.STOP
-        finish[live & (result.status == Status.NAN)] = Finish.NAN
+        if everybody:
+            finish[known + 1 >= table.limit[rows]] = Finish.LENGTH
+        else:
+            scored = live & (table.limit[rows] == table.prompt_len[rows]) & (table.computed[rows] >= table.target[rows])
+            finish[(got & (table.known[rows] >= table.limit[rows])) | scored] = Finish.LENGTH
+        if result.status.any():
+            finish[got & (result.status == Status.STOP)] = Finish.STOP
+            finish[live & (result.status == Status.NAN)] = Finish.NAN
         return finish
 
     def _publish(self, rows: IntArray) -> None:
