@@ -180,7 +180,7 @@ def _sampling(body: GenerationBody, own: dict[str, Any], renamed: Mapping[str, s
 
 def _token_id(key: str) -> int:
     """Read a key of logit_bias; JSON has no other keys than strings."""
-    if not key.isascii() or not key.isdigit() or len(key) > 10:
+    if not key.isascii() or not key.isdigit() or len(key) > 10 or key != str(int(key)):  # "05" would be another "5"
         raise InvalidParameter.of("logit_bias", key, 'token ids as keys, such as "198"')
     return int(key)
 

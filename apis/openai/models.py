@@ -44,6 +44,9 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 }
 
 
+MAX_DEPTH = 64  # levels of lists and objects in a body
+
+
 class Body(BaseModel):
     """What every body is: strict (true is not 1, "10" is not 10), and closed."""
 
@@ -141,6 +144,8 @@ def parse(kind: type[T], data: bytes) -> T:
         raise ApiError(400, f"the body is not valid JSON: {shorten(str(error))}", code="invalid_json") from None
     if not isinstance(raw, dict):
         raise ApiError(400, "the body is not a JSON object", code="invalid_json")
+    if data.count(b"[") + data.count(b"{") > MAX_DEPTH:
+        _check_depth(raw)
     ignored = IRRELEVANT - kind.model_fields.keys()
     given = {name: value for name, value in raw.items() if value is not None and name not in ignored}
     _refuse_unsupported(given, kind)
@@ -148,6 +153,17 @@ def parse(kind: type[T], data: bytes) -> T:
         return kind.model_validate(given)
     except ValidationError as error:
         raise _first_error(error) from None
+
+
+def _check_depth(raw: dict[str, Any]) -> None:
+    """Refuse what is nested so deeply that templates, or its own repr in a message, could not follow."""
+    level: list[Any] = [raw]
+    for _ in range(MAX_DEPTH):
+        inner = (value.values() if isinstance(value, dict) else value for value in level)
+        level = [item for items in inner for item in items if isinstance(item, dict | list)]
+        if not level:
+            return
+    raise ApiError(400, f"the body is nested deeper than {MAX_DEPTH} levels", code="invalid_json")
 
 
 def _refuse_unsupported(given: dict[str, Any], kind: type[Body]) -> None:

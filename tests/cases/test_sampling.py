@@ -62,7 +62,7 @@ def test_sm_06_penalties_do_not_count_the_prompt(server):
 
 @pytest.mark.parametrize(
     "bias",
-    [{"49152": 1}, {"191222": -100}, {"-1": 1}, {"AI": -100}, {"5": 1000}, {"5": "x"}, {"5": None}, [5]],
+    [{"49152": 1}, {"191222": -100}, {"-1": 1}, {"AI": -100}, {"05": 1}, {"5": 1000}, {"5": "x"}, {"5": None}, [5]],
     ids=repr,
 )
 def test_sm_08_biases_that_cannot_be_are_refused_by_name(server, bias):

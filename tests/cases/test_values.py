@@ -138,6 +138,27 @@ def test_pv_11_another_model_is_not_found_and_none_is_missing(server):
 
 
 BODIES = [b"", b"null", b"[]", b"{", b'"x"', b"\xff\xfe{}", b"[" * 100_000, b'{"a":' * 5000, b"{}" * 3]
+DEEP = [
+    ("chat", {"messages": "x", "chat_template_kwargs": "nested"}),
+    ("chat", {"messages": [{"role": "user", "content": "x", "tool_calls": ["nested"]}]}),
+    ("chat", {"messages": "x", "metadata": "nested"}),
+    ("completions", {"prompt": "nested"}),
+    ("completions", {"prompt": "x", "extra": "nested"}),
+]
+
+
+@pytest.mark.parametrize(("route", "body"), DEEP, ids=repr)
+@pytest.mark.parametrize("levels", [62, 500, 990])
+@pytest.mark.parametrize(("opens", "closes"), [("[", "]"), ('{"a":', "}")], ids=["lists", "objects"])
+def test_pv_13_deep_bodies_are_refused(server, route, body, levels, opens, closes):
+    nested = opens * levels + "1" + closes * levels
+    data = json.dumps({"model": MODEL, "max_tokens": 1, **body}).replace('"nested"', nested)
+    path = "/v1/chat/completions" if route == "chat" else "/v1/completions"
+    reply = server.http.post(path, content=data, headers=JSON)
+    error = reply.json()["error"] if reply.status_code != 200 else None
+    assert reply.status_code in (200, 400) and (levels == 62 or "nested deeper" in error["message"])
+
+
 MESSAGES = [5, [], [{}], [{"role": "wizard", "content": "x"}], [{"role": "user", "content": 5}], [[]], [None]]
 
 
