@@ -137,6 +137,7 @@ def _prefill_kernel(
     PARTS: tl.constexpr,
     CAPPED: tl.constexpr,
     WINDOWED: tl.constexpr,
+    ALIKE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
     head, tile = tl.program_id(0), tl.program_id(1) // PARTS
@@ -163,24 +164,31 @@ def _prefill_kernel(
     peak = tl.full((TILE,), float("-inf"), tl.float32)
     mass = tl.zeros((TILE,), tl.float32)
     acc = tl.zeros((TILE, DIM_PAD), tl.float32)
-    whole = (lowest + 1) // PAGE  # pages that all queries see up to their last key
-    first = 0
-    if WINDOWED:
-        oldest = tl.maximum(lowest - window + 1, 0)
-        first = tl.minimum((tl.maximum(lowest + TILE - window, 0) + PAGE - 1) // PAGE, whole)
+    end_page = (top + PAGE - 1) // PAGE
+    oldest = tl.maximum(lowest - window + 1, 0) if WINDOWED else 0
+    if ALIKE:  # which pages the tile could take unmasked depends on where it begins
         peak, mass, acc = _pages(
-            query, k_head, v_head, table, start + token, oldest // PAGE, first, top, peak, mass, acc,
+            query, k_head, v_head, table, start + token, oldest // PAGE, end_page, top, peak, mass, acc,
             scale, cap, window, KV_HEADS, DIM, DIM_PAD, PAGE, CAPPED, WINDOWED, True,
         )  # fmt: skip
-        whole = tl.maximum(whole, oldest // PAGE)
-    peak, mass, acc = _pages(
-        query, k_head, v_head, table, start + token, first, whole, top, peak, mass, acc,
-        scale, cap, window, KV_HEADS, DIM, DIM_PAD, PAGE, CAPPED, WINDOWED, False,
-    )  # fmt: skip
-    peak, mass, acc = _pages(
-        query, k_head, v_head, table, start + token, whole, (top + PAGE - 1) // PAGE, top, peak, mass, acc,
-        scale, cap, window, KV_HEADS, DIM, DIM_PAD, PAGE, CAPPED, WINDOWED, True,
-    )  # fmt: skip
+    else:
+        whole = (lowest + 1) // PAGE  # pages that all queries see up to their last key
+        first = 0
+        if WINDOWED:
+            first = tl.minimum((tl.maximum(lowest + TILE - window, 0) + PAGE - 1) // PAGE, whole)
+            peak, mass, acc = _pages(
+                query, k_head, v_head, table, start + token, oldest // PAGE, first, top, peak, mass, acc,
+                scale, cap, window, KV_HEADS, DIM, DIM_PAD, PAGE, CAPPED, WINDOWED, True,
+            )  # fmt: skip
+            whole = tl.maximum(whole, oldest // PAGE)
+        peak, mass, acc = _pages(
+            query, k_head, v_head, table, start + token, first, whole, top, peak, mass, acc,
+            scale, cap, window, KV_HEADS, DIM, DIM_PAD, PAGE, CAPPED, WINDOWED, False,
+        )  # fmt: skip
+        peak, mass, acc = _pages(
+            query, k_head, v_head, table, start + token, whole, end_page, top, peak, mass, acc,
+            scale, cap, window, KV_HEADS, DIM, DIM_PAD, PAGE, CAPPED, WINDOWED, True,
+        )  # fmt: skip
     tl.store(out + source, acc / tl.where(mass > 0, mass, 1.0)[:, None], mask=inside)
 
 
@@ -208,6 +216,7 @@ def prefill_attention(
     window: int = 0,
     soft_cap: float = 0.0,
     out: Tensor | None = None,
+    alike: bool = False,
     dependent: bool = False,
 ) -> Tensor:
     """Return [T, Hq, D] the attention of all chunks' queries.
@@ -219,6 +228,7 @@ def prefill_attention(
         window: how many of the last keys count; 0 is all.
         soft_cap: logits x become cap tanh(x / cap); 0 is off.
         out: where to write it, contiguous; a new tensor unless given.
+        alike: do it in one way for all queries, so that one has the same bits in any chunk.
         dependent: launch before the kernel in front is done, see `dependent`.
     """
     _, heads, dim = q.shape
@@ -230,6 +240,6 @@ def prefill_attention(
         q, k_pages, v_pages, tables, chunks.begins, chunks.starts, chunks.table_rows, chunks.tile_chunks,
         chunks.tile_numbers, out, tables.stride(0), scale if soft_cap else scale * LOG2E, soft_cap, window,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, DIM_PAD=padded(dim), PAGE=page, TILE=TILE // parts,
-        CAPPED=soft_cap > 0, WINDOWED=window > 0, **settings, **launching(dependent, q.device),
+        CAPPED=soft_cap > 0, WINDOWED=window > 0, ALIKE=alike, **settings, **launching(dependent, q.device),
     )  # fmt: skip
     return out

@@ -72,6 +72,7 @@ def _rotate_kernel(
     BLOCK: tl.constexpr,
     PAGE: tl.constexpr,
     NORM: tl.constexpr,
+    KEEP: tl.constexpr,
     TAKEN: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
@@ -105,6 +106,9 @@ def _rotate_kernel(
     row = (place // PAGE * KV_HEADS + kv_head) * PAGE + place % PAGE
     offset = row[:, None] * 2 * HALF + lane[None, :]
     is_key = there & (is_query == 0) & (is_value == 0)
+    if KEEP:
+        tl.store(source, low, mask=is_key)
+        tl.store(source + HALF, high, mask=is_key)
     tl.store(k_pages + offset, low, mask=is_key)
     tl.store(k_pages + offset + HALF, high, mask=is_key)
     tl.store(v_pages + offset, first, mask=there & is_value)
@@ -120,6 +124,7 @@ def rotate_and_store(
     v_pages: Tensor,
     norms: HeadNorms | None = None,
     *,
+    keep: bool = False,
     alike: bool = False,
     dependent: bool = False,
 ) -> Tensor:
@@ -131,6 +136,7 @@ def rotate_and_store(
         positions: [T] of each token in its sequence.
         places: [T] block * P + offset, where its k and v go.
         k_pages, v_pages: [blocks, Hkv, P, D], changed in place.
+        keep: write k, rotated, to ``qkv`` as well.
         alike: do it in one way for any number of tokens, so that a token has the same bits in any company.
         dependent: launch before the kernel in front is done, see `dependent`.
     """
@@ -142,6 +148,6 @@ def rotate_and_store(
     _rotate_kernel[(tokens, triton.cdiv(heads + 2 * kv_heads, taken))](
         qkv, angles, positions, places, out, k_pages, v_pages, weights[0], weights[1], qkv.stride(0), weights[2],
         HEADS=heads, KV_HEADS=kv_heads, HALF=dim // 2, BLOCK=padded(dim // 2), PAGE=page, NORM=norms is not None,
-        TAKEN=taken, num_warps=1 if taken == 1 else 4, **launching(dependent, qkv.device),
+        KEEP=keep, TAKEN=taken, num_warps=1 if taken == 1 else 4, **launching(dependent, qkv.device),
     )  # fmt: skip
     return out

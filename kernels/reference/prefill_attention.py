@@ -20,6 +20,7 @@ def prefill_attention(
     window: int = 0,
     soft_cap: float = 0.0,
     out: Tensor | None = None,
+    alike: bool = False,
     dependent: bool = False,
 ) -> Tensor:
     """Return [T, Hq, D] the attention of all chunks' queries."""

@@ -18,6 +18,7 @@ def rotate_and_store(
     v_pages: Tensor,
     norms: HeadNorms | None = None,
     *,
+    keep: bool = False,
     alike: bool = False,
     dependent: bool = False,
 ) -> Tensor:
@@ -33,6 +34,8 @@ def rotate_and_store(
     blocks, offsets = places.long() // page, places.long() % page
     k_pages[blocks, :, offsets] = k
     v_pages[blocks, :, offsets] = v
+    if keep:
+        parts[:, heads : heads + kv_heads] = k
     return q
 
 

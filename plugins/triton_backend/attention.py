@@ -39,11 +39,19 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A chunk that starts its sequence and is long: tokens ``begin .. end`` of the step, and their blocks."""
+    """A chunk that starts its sequence and is long: tokens ``begin .. end`` of the step."""
 
     begin: int
     end: int
-    blocks: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows with one query each: their slots [D], keys [D], and a work list for each window."""
+
+    slots: Tensor
+    lengths: Tensor
+    work: dict[int, WorkList]
 
 
 class StepAttention:
@@ -55,6 +63,8 @@ class StepAttention:
         lengths: [D] keys of each row that decodes, 0 = none.
         longest: tokens of the longest sequence, which bounds the number of splits.
         wholes: chunks that are left to library attention; the columns list none of their tiles.
+        picks: `picked` will be asked.
+        exact: a query has the same bits in any chunk.
     """
 
     def __init__(
@@ -65,56 +75,77 @@ class StepAttention:
         lengths: Tensor,
         longest: int,
         wholes: Sequence[Whole] = (),
+        *,
+        picks: bool = False,
+        exact: bool = False,
     ) -> None:
         self._shape = shape
+        self._exact = exact
         self._tables = tables
-        self._slots = columns.token_slots[: len(lengths)]
-        self._lengths = lengths
         self._wholes = wholes
         self._chunks: Chunks | None = None
         if len(columns.tile_chunks):
             self._chunks = Chunks(
                 columns.begins, columns.starts, columns.chunk_slots, columns.tile_chunks, columns.tile_numbers
             )
-        self._work: dict[int, WorkList] = {}
-        if len(lengths):
-            split, most = split_for(len(lengths))
-            capacity = len(lengths) * min(-(-longest // split), most)
-            self._work = {
-                w: list_splits(lengths, capacity, w, split, most, self._slots) for w in sorted(set(shape.windows))
-            }
+        self._front = self._rows(columns.token_slots[: len(lengths)], lengths, longest)
+        # A row's last token has as many keys as the position that it samples.
+        self._picks = self._rows(columns.slots, columns.following, longest) if picks else None
 
-    def __call__(self, kind: int, q: Tensor, k_pages: Tensor, v_pages: Tensor) -> Tensor:
-        """Return [T, Hq, D] for queries [T, Hq, D], whose keys and values are in their pages."""
+    def _rows(self, slots: Tensor, lengths: Tensor, longest: int) -> Rows | None:
+        if not len(lengths):
+            return None
+        split, most = split_for(len(lengths))
+        capacity = len(lengths) * min(-(-longest // split), most)
+        windows = sorted(set(self._shape.windows))
+        return Rows(slots, lengths, {w: list_splits(lengths, capacity, w, split, most, slots) for w in windows})
+
+    def __call__(self, kind: int, q: Tensor, k_pages: Tensor, v_pages: Tensor, qkv: Tensor) -> Tensor:
+        """Return [T, Hq, D] for queries [T, Hq, D].
+
+        Args:
+            kind: of the layer.
+            k_pages, v_pages: hold the step's keys and values already.
+            qkv: [T, (Hq + 2 Hkv) D] holds them, too, its keys rotated, where there are wholes.
+        """
         window, shape = self._shape.windows[kind], self._shape
+        kv_heads = k_pages.shape[1]
         if len(self._wholes) == 1 and self._wholes[0].end - self._wholes[0].begin == len(q):
-            return _within(self._wholes[0], q, k_pages, v_pages, shape.scale)
+            return _within(self._wholes[0], q, qkv, kv_heads, shape.scale)
         out = torch.empty_like(q)
         if self._chunks is not None:
             prefill_attention(
                 q, k_pages, v_pages, self._tables, self._chunks,
-                scale=shape.scale, window=window, soft_cap=shape.soft_cap, out=out, dependent=True,
+                scale=shape.scale, window=window, soft_cap=shape.soft_cap, out=out, alike=self._exact,
             )  # fmt: skip
         for whole in self._wholes:
-            out[whole.begin : whole.end] = _within(whole, q, k_pages, v_pages, shape.scale)
-        if lines := len(self._lengths):
-            paged_attention(
-                q[:lines], k_pages, v_pages, self._tables, self._slots, self._lengths, self._work[window],
-                scale=shape.scale, window=window, soft_cap=shape.soft_cap, out=out[:lines], dependent=True,
-            )  # fmt: skip
+            out[whole.begin : whole.end] = _within(whole, q, qkv, kv_heads, shape.scale)
+        if self._front is not None:
+            lines = len(self._front.lengths)
+            self._attend(self._front, kind, q[:lines], k_pages, v_pages, out[:lines])
         return out
 
+    def picked(self, kind: int, q: Tensor, k_pages: Tensor, v_pages: Tensor) -> Tensor:
+        """Return [C, Hq, D] for the queries [C, Hq, D] of the tokens that sampling rows take."""
+        assert self._picks is not None, "it was not said that picks would be asked for"
+        return self._attend(self._picks, kind, q, k_pages, v_pages, torch.empty_like(q))
 
-def _within(whole: Whole, q: Tensor, k_pages: Tensor, v_pages: Tensor, scale: float) -> Tensor:
-    """Return [L, Hq, D] the library's attention within a chunk; its keys and values are gathered from their pages."""
-    count = whole.end - whole.begin
+    def _attend(self, rows: Rows, kind: int, q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor) -> Tensor:
+        window, shape = self._shape.windows[kind], self._shape
+        return paged_attention(
+            q, k_pages, v_pages, self._tables, rows.slots, rows.lengths, rows.work[window],
+            scale=shape.scale, window=window, soft_cap=shape.soft_cap, out=out, dependent=len(q) == 1,
+        )  # fmt: skip
 
-    def gathered(pages: Tensor) -> Tensor:
-        return pages.index_select(0, whole.blocks).transpose(0, 1).flatten(1, 2)[None, :, :count]  # [1, Hkv, L, D]
 
+def _within(whole: Whole, q: Tensor, qkv: Tensor, kv_heads: int, scale: float) -> Tensor:
+    """Return [L, Hq, D] the library's attention within a chunk."""
+    heads, dim = q.shape[1:]
+    parts = qkv[whole.begin : whole.end].view(whole.end - whole.begin, -1, dim).transpose(0, 1)[None]
     query = q[whole.begin : whole.end].transpose(0, 1)[None]  # [1, Hq, L, D]
+    keys, values = parts[:, heads : heads + kv_heads], parts[:, heads + kv_heads :]
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], set_priority=True):
         found = functional.scaled_dot_product_attention(
-            query, gathered(k_pages), gathered(v_pages), is_causal=True, scale=scale, enable_gqa=True
+            query, keys, values, is_causal=True, scale=scale, enable_gqa=True
         )
     return found[0].transpose(0, 1)

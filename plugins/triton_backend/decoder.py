@@ -51,6 +51,16 @@ class Decoder:
             lines: the most rows that may decode at the front.
             wholes: see `StepAttention`.
         """
+        return self._compute(columns, lines, wholes, pick=False)
+
+    def picked(self, columns: Columns[Tensor], lines: int, wholes: Sequence[Whole] = ()) -> Tensor:
+        """Return [R, C] of that what `columns.picks` names; where these are few, the last layer computes no others."""
+        few = 2 * len(columns.picks) <= len(columns.tokens)
+        if few and not self.exact:
+            return self._compute(columns, lines, wholes, pick=True)
+        return self.hidden(columns, lines, wholes).index_select(0, columns.picks)
+
+    def _compute(self, columns: Columns[Tensor], lines: int, wholes: Sequence[Whole], *, pick: bool) -> Tensor:
         inputs = token_inputs(
             self.state,
             columns.tokens,
@@ -59,10 +69,18 @@ class Decoder:
             columns.decoding,
             min(lines, len(columns.tokens)),
         )
+        tables = self.state[:, TABLE.value :]
         attention = StepAttention(
-            self.shape, self.state[:, TABLE.value :], columns, inputs.lengths, self._longest, wholes
+            self.shape, tables, columns, inputs.lengths, self._longest, wholes, picks=pick, exact=self.exact
         )
-        return self._layers(inputs.ids, columns.positions, inputs.places, attention)
+        return self._layers(
+            inputs.ids,
+            columns.positions,
+            inputs.places,
+            attention,
+            keep=bool(wholes),
+            picks=columns.picks if pick else None,
+        )
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return [T, V] in float32 for hidden states [T, C]."""
@@ -70,24 +88,40 @@ class Decoder:
         cap = self._config.logit_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
-    def _layers(self, ids: Tensor, positions: Tensor, places: Tensor, attention: StepAttention) -> Tensor:
+    def _layers(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        places: Tensor,
+        attention: StepAttention,
+        *,
+        keep: bool,
+        picks: Tensor | None,
+    ) -> Tensor:
         w, eps = self._weights, self._config.rms_eps
         residual = functional.embedding(ids, w.embed)  # [T, C]
         if self._config.embedding_scale != 1.0:
             residual = residual * torch.tensor(self._config.embedding_scale, dtype=residual.dtype)
         if len(ids) == 1 and self._fuses:
             return self._one_row(residual, positions, places, attention)
-        x = rms_norm(residual, w.layers[0].attn_norm, eps, dependent=True)
+        alone = len(ids) == 1  # with more rows, kernels that start early only stood in the way of libraries' products
+        x = rms_norm(residual, w.layers[0].attn_norm, eps, dependent=alone)
         norms = [*(layer.attn_norm for layer in w.layers[1:]), w.final_norm]
-        for layer, pages, next_norm in zip(w.layers, self._pool, norms, strict=True):
+        for number, (layer, (keys, values), next_norm) in enumerate(zip(w.layers, self._pool, norms, strict=True), 1):
+            qkv = layer.qkv(x)
             q = rotate_and_store(
-                layer.qkv(x), w.angles[layer.kind], positions, places, pages[0], pages[1], layer.head_norms,
-                alike=self.exact, dependent=True,
+                qkv, w.angles[layer.kind], positions, places, keys, values, layer.head_norms,
+                keep=keep, alike=self.exact, dependent=alone,
             )  # fmt: skip
-            answered = layer.out(attention(layer.kind, q, pages[0], pages[1]).flatten(1))
-            x = rms_norm(self._post(answered, layer.attn_post_norm), layer.mlp_norm, eps, residual, dependent=True)
-            moved = layer.down(layer.gate_up.gated(x, w.activation))
-            x = rms_norm(self._post(moved, layer.mlp_post_norm), next_norm, eps, residual, dependent=True)
+            if picks is not None and number == len(w.layers):
+                residual = residual.index_select(0, picks)
+                found = attention.picked(layer.kind, q.index_select(0, picks), keys, values)
+            else:
+                found = attention(layer.kind, q, keys, values, qkv)
+            answered = self._post(layer.out(found.flatten(1)), layer.attn_post_norm, alone)
+            x = rms_norm(answered, layer.mlp_norm, eps, residual, dependent=alone)
+            moved = self._post(layer.down(layer.gate_up.gated(x, w.activation)), layer.mlp_post_norm, alone)
+            x = rms_norm(moved, next_norm, eps, residual, dependent=alone)
         return x
 
     def _one_row(self, x: Tensor, positions: Tensor, places: Tensor, attention: StepAttention) -> Tensor:
@@ -97,13 +131,13 @@ class Decoder:
         """
         w, eps = self._weights, self._config.rms_eps
         residual: Tensor | None = None
-        for layer, pages in zip(w.layers, self._pool, strict=True):
+        for layer, (keys, values) in zip(w.layers, self._pool, strict=True):
             qkv, up = layer.qkv, layer.gate_up
             both, summed = norm_gemv(x, layer.attn_norm, eps, qkv.weight, qkv.bias, residual=residual, dependent=True)
             q = rotate_and_store(
-                both, w.angles[layer.kind], positions, places, pages[0], pages[1], layer.head_norms, dependent=True
+                both, w.angles[layer.kind], positions, places, keys, values, layer.head_norms, dependent=True
             )
-            answered = layer.out(attention(layer.kind, q, pages[0], pages[1]).flatten(1))
+            answered = layer.out(attention(layer.kind, q, keys, values, both).flatten(1))
             gated, residual = norm_gemv(
                 answered, layer.mlp_norm, eps, up.weight, up.bias,
                 residual=summed, activation=w.activation, dependent=True,
@@ -111,5 +145,5 @@ class Decoder:
             x = layer.down(gated)
         return rms_norm(x, w.final_norm, eps, residual, dependent=True)
 
-    def _post(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        return x if weight is None else rms_norm(x, weight, self._config.rms_eps, dependent=True)
+    def _post(self, x: Tensor, weight: Tensor | None, alone: bool) -> Tensor:
+        return x if weight is None else rms_norm(x, weight, self._config.rms_eps, dependent=alone)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from slotline.plan import IntArray, StepPlan
 from slotline.plugins.triton_backend.decoder import Decoder
-from slotline.plugins.triton_backend.inputs import Columns, Layout, blank, fill
+from slotline.plugins.triton_backend.inputs import Columns, Layout, fill, fill_single
 from slotline.plugins.triton_backend.rows import to_device
 from slotline.plugins.triton_backend.sampling import Kind, choose
 
@@ -66,7 +66,10 @@ class StepGraphs:
         self.sample_sizes = sizes_up_to(slots, SAMPLE_SIZES if compiled else FEW_ROWS)
         self.round = 64 if compiled else 8
         self._head = Layout(slots, 0, 0)
+        self._layouts: dict[tuple[int, bool], Layout] = {}
+        self._largest = max(self.token_sizes[-1], slots)
         most = max(self.layout(n, chunks=True).words for n in (self.token_sizes[-1], slots))
+        self.most_words = most
         self.inputs = torch.zeros(most, dtype=torch.int32, device=device)
         self.picked = torch.zeros((slots, width), dtype=dtype, device=device)
         pool = torch.cuda.graph_pool_handle() if compiled else None
@@ -80,11 +83,22 @@ class StepGraphs:
 
     def layout(self, tokens: int, *, chunks: bool) -> Layout:
         """Return the layout of so many tokens."""
-        return Layout.of(self._slots, tokens, chunks=chunks)
+        found = self._layouts.get((tokens, chunks))
+        if found is None:
+            found = Layout.of(self._slots, tokens, chunks=chunks)
+            if tokens <= self._largest:  # those of steps that are not recorded are too many to keep
+                self._layouts[tokens, chunks] = found
+        return found
 
     def words(self, layout: Layout, plan: StepPlan, left_out: Collection[int] = ()) -> IntArray:
         """Return the words of a plan, see `fill`."""
-        return fill(layout, plan, self._slots, left_out, decode=not self._decoder.exact)
+        return fill(layout, plan, left_out, decode=not self._decoder.exact)
+
+    def single_words(self, size: int, plan: StepPlan) -> IntArray:
+        """Return the words of a plan whose rows bring one token each and sample, for the step of ``size`` rows."""
+        if self._decoder.exact:
+            return self.words(self.layout(size, chunks=True), plan)
+        return fill_single(self.layout(size, chunks=False), plan)
 
     @property
     def head_words(self) -> int:
@@ -110,15 +124,14 @@ class StepGraphs:
 
     def _columns(self, tokens: int, *, chunks: bool) -> Columns[Tensor]:
         layout = self.layout(tokens, chunks=chunks)
-        self.inputs[: layout.words] = to_device(blank(layout, self._slots), self.inputs.device)
+        self.inputs[: layout.words] = to_device(layout.blank.copy(), self.inputs.device)
         return layout.split(self.inputs)
 
     def _forward(self, tokens: int) -> Callable[[], None]:
         columns = self._columns(tokens, chunks=True)
 
         def run() -> None:
-            hidden = self._decoder.hidden(columns, 0 if self._decoder.exact else self._slots)
-            torch.index_select(hidden, 0, columns.picks[: self._slots], out=self.picked)
+            self.picked.copy_(self._decoder.picked(columns, 0 if self._decoder.exact else self._slots))
 
         return run
 

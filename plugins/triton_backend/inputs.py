@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -48,7 +49,7 @@ class Columns(Generic[Words]):
     tile_numbers: Words
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Layout:
     """Sizes of the columns. What sampling reads comes first: its place is the same for all layouts with equal rows.
 
@@ -67,51 +68,54 @@ class Layout:
         """Return the layout for so many tokens, whatever rows they belong to."""
         return cls(rows, tokens, -(-tokens // TILE) + min(rows, tokens) if chunks else 0)
 
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Return the sizes of all columns."""
+    @cached_property
+    def cuts(self) -> tuple[slice, ...]:
+        """Return where the columns lie, each from a multiple of 16 bytes on: Triton compiles again for others."""
         chunks = (self.rows + 1, self.rows, self.rows) if self.tiles else (0, 0, 0)
-        return (HEADER, *(self.rows,) * 3, *(self.tokens,) * 3, *chunks, self.tiles, self.tiles)
+        sizes = (HEADER, *(self.rows,) * 3, *(self.tokens,) * 3, *chunks, self.tiles, self.tiles)
+        begins = np.cumsum([0, *(-(-size // 4) * 4 for size in sizes)]).tolist()
+        return tuple(slice(begin, begin + size) for begin, size in zip(begins, sizes, strict=False))
 
     @property
     def words(self) -> int:
         """Return how many words all of it takes."""
-        return sum(map(_aligned, self.sizes))
+        return -(-int(self.cuts[-1].stop) // 4) * 4
+
+    @cached_property
+    def blank(self) -> IntArray:
+        """Return words that are padding only: rows of nobody, the line behind the last slot, and tiles of no chunk."""
+        words = np.zeros(self.words, np.int32)
+        columns = self.split(words)
+        columns.slots[:] = columns.token_slots[:] = self.rows
+        columns.tile_chunks[:] = -1
+        words.flags.writeable = False
+        return words
 
     def split(self, words: Words) -> Columns[Words]:
         """Return the columns of an array of words."""
-        begins = np.cumsum([0, *map(_aligned, self.sizes)]).tolist()
-        return Columns(*(words[a : a + n] for a, n in zip(begins, self.sizes, strict=False)))  # type: ignore[index]
+        return Columns(*(words[cut] for cut in self.cuts))  # type: ignore[index]
 
 
-def _aligned(size: int) -> int:
-    """Return the size rounded up to 16 bytes: Triton compiles again for what lies elsewhere."""
-    return -(-size // 4) * 4
-
-
-def blank(layout: Layout, nobody: int) -> IntArray:
-    """Return words that are padding only.
-
-    Args:
-        nobody: the line of the row state that padding belongs to.
-    """
-    words = np.zeros(layout.words, np.int32)
-    columns = layout.split(words)
-    columns.slots[:] = columns.token_slots[:] = nobody
-    columns.tile_chunks[:] = -1
+def fill_single(layout: Layout, plan: StepPlan) -> IntArray:
+    """Return the words of a plan whose rows bring one token each and sample; `picks` is left out."""
+    words, count = layout.blank.copy(), len(plan)
+    decoding, _, slots, following, tokens, positions, token_slots, *_ = (cut.start for cut in layout.cuts)
+    words[decoding] = count
+    words[slots : slots + count] = words[token_slots : token_slots + count] = plan.rows
+    words[following : following + count] = plan.start + 1
+    words[positions : positions + count] = plan.start
+    words[tokens : tokens + count] = plan.token_ids
     return words
 
 
-def fill(
-    layout: Layout, plan: StepPlan, nobody: int, left_out: Collection[int] = (), *, decode: bool = True
-) -> IntArray:
-    """Return the words of a plan; what is left over is padding, see `blank`.
+def fill(layout: Layout, plan: StepPlan, left_out: Collection[int] = (), *, decode: bool = True) -> IntArray:
+    """Return the words of a plan; what is left over is padding, see `Layout.blank`.
 
     Args:
         left_out: lines of the plan whose attention is computed elsewhere: they get no tiles.
         decode: rows with one token at the front decode; otherwise they are chunks as well.
     """
-    words = blank(layout, nobody)
+    words = layout.blank.copy()
     columns = layout.split(words)
     chosen = np.flatnonzero(plan.sample)
     n, count = len(chosen), plan.num_tokens

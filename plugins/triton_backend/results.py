@@ -34,13 +34,30 @@ class Transfer:
         return found
 
 
-class Clock:
-    """When a step began and ended on the device; waiting for its end is the one wait of a step."""
+class Berth:
+    """What one step in flight holds: memory that its words leave from and land in, and its clock.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        sizes: words that leave and words that land at most.
+
+    Attributes:
+        free: no step holds it.
+    """
+
+    def __init__(self, device: torch.device, sizes: tuple[int, int]) -> None:
+        self.free = True
+        pinned = device.type == "cuda"
+        self._out, self._in = (torch.zeros(size, dtype=torch.int32, pin_memory=pinned) for size in sizes)
+        self._out_words, self._in_words = self._out.numpy(), self._in.numpy()
+        self._landed: IntArray | Transfer = self._in_words[:0]
         self._events: Any = None
-        if device.type == "cuda":
+        if pinned:
             self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
+
+    def start(self) -> None:
+        """Take it for a step that begins now."""
+        self.free = False
+        if self._events is not None:
             self._events[0].record()
 
     def stop(self) -> None:
@@ -49,11 +66,30 @@ class Clock:
             self._events[1].record()
 
     def wait(self) -> float:
-        """Wait for the end and return the milliseconds from the beginning."""
+        """Wait for the end, the one wait of a step, and return the milliseconds from the beginning."""
         if self._events is None:
             return 0.0
         self._events[1].synchronize()
         return float(self._events[0].elapsed_time(self._events[1]))
+
+    def send(self, words: IntArray, target: Tensor) -> None:
+        """Copy words to the front of a tensor on the device, without waiting."""
+        count = len(words)
+        self._out_words[:count] = words
+        target[:count].copy_(self._out[:count], non_blocking=True)
+
+    def receive(self, words: Tensor) -> None:
+        """Start copying words from the device."""
+        count = len(words)
+        if count > len(self._in_words):
+            self._landed = Transfer(words)
+        else:
+            self._in[:count].copy_(words, non_blocking=True)
+            self._landed = self._in_words[:count]
+
+    def landed(self) -> IntArray:
+        """Return the words of `receive`, once the step was waited for; the next step overwrites them."""
+        return self._landed.read() if isinstance(self._landed, Transfer) else self._landed
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +117,13 @@ class Draws:
 
     Attributes:
         lines: [R] the plan's lines that sample.
-        words: of tokens, status and tables, see `sampling.choose`.
-        size: rows that the words hold, R or more.
+        size: rows that the words hold (see `sampling.choose`), R or more.
         columns: width of their tables, -1 = there are none.
         raw: [R] bool, whose logprobs are in the first table,
         processed: [R] bool, and in the second.
     """
 
     lines: LongArray
-    words: Transfer
     size: int
     columns: int
     raw: BoolArray
@@ -107,14 +141,14 @@ class LaunchedStep:
     def __init__(
         self,
         plan: StepPlan,
-        clock: Clock,
+        berth: Berth,
         draws: Draws | None,
         prompts: PromptTables | None,
         refused: BoolArray,
         finish: Callable[[StepPlan, LongArray, IntArray, IntArray], None],
     ) -> None:
         self._plan = plan
-        self._clock = clock
+        self._berth = berth
         self._draws = draws
         self._prompts = prompts
         self._refused = refused
@@ -125,17 +159,18 @@ class LaunchedStep:
         """Wait for the step and return what came of it."""
         if self._result is None:
             self._result = self._read()
+            self._berth.free = True
         return self._result
 
     def _read(self) -> StepResult:
-        milliseconds = self._clock.wait()
+        milliseconds = self._berth.wait()
         plan, draws, prompts = self._plan, self._draws, self._prompts
         count = len(plan)
         tokens, status = np.zeros(count, np.int32), np.zeros(count, np.int32)
         sampled = np.zeros(count, np.bool_)
         logprobs = None
         if draws is not None:
-            words, n = draws.words.read(), len(draws.lines)
+            words, n = self._berth.landed(), len(draws.lines)
             drawn, outcome = words[:n], words[draws.size : draws.size + n].copy()
             self._finish(plan, draws.lines, drawn, outcome)
             good = (outcome == Status.OK) | (outcome == Status.STOP)

@@ -87,8 +87,7 @@ class RowTable:
             parts.append(self._append_blocks(plan))
         if parts:
             places, values = (np.concatenate(columns).astype(np.int32) for columns in zip(*parts, strict=True))
-            moved = to_device(np.stack([places, values]), self.state.device)
-            write_words(self.state, moved[0], moved[1])
+            write_words(self.state, *columns_to_device(self.state.device, places, values))
 
     def _append_blocks(self, plan: StepPlan) -> tuple[LongArray, IntArray]:
         """Return the words that extend block tables."""
@@ -151,6 +150,14 @@ def settings_of(setup: RowSetup, *, dead: bool) -> np.ndarray:
     line["stops"] = len(stops)
     line["stop_ids"][: len(stops)] = stops
     return line.reshape(1)
+
+
+def columns_to_device(device: torch.device, *columns: np.ndarray) -> list[Tensor]:
+    """Copy int32 columns of equal length in one go, each to a multiple of 16 bytes, as compiled kernels expect."""
+    count = len(columns[0])
+    words = np.zeros((len(columns), -(-count // 4) * 4), np.int32)
+    words[:, :count] = columns
+    return [line[:count] for line in to_device(words, device)]
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:

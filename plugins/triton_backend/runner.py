@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slotline.kernels.row_layout import PAGE
 from slotline.kernels.top_logprobs import top_logprobs
 from slotline.plan import IntArray, LongArray, Status, StepPlan
 from slotline.plugins.torch_backend.processing import Processors
@@ -16,8 +15,8 @@ from slotline.plugins.triton_backend.attention import Whole
 from slotline.plugins.triton_backend.decoder import Decoder
 from slotline.plugins.triton_backend.graphs import StepGraphs, size_for
 from slotline.plugins.triton_backend.inputs import all_single, leading_singles
-from slotline.plugins.triton_backend.results import Clock, Draws, LaunchedStep, PromptTables, Transfer
-from slotline.plugins.triton_backend.rows import RowTable, to_device
+from slotline.plugins.triton_backend.results import Berth, Draws, LaunchedStep, PromptTables, Transfer
+from slotline.plugins.triton_backend.rows import RowTable, columns_to_device, to_device
 from slotline.plugins.triton_backend.sampling import COLUMNS, WIDE, Kind, Wishes, choose_special, pack
 
 PROMPT_CHUNK = 256  # prompt positions whose logits exist at the same time
@@ -37,25 +36,36 @@ class Runner:
         self._columns = min(COLUMNS, vocab)
         self._wide = min(WIDE, vocab)
         self._device = rows.state.device
+        self._berths: list[Berth] = []
         self._unread: deque[LaunchedStep] = deque(maxlen=2)
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Launch a step."""
-        clock = Clock(self._device)
+        berth = self._berth()
+        berth.start()
         self.rows.apply(plan)
         lines = np.flatnonzero(plan.sample)
         wishes = self._wishes(plan, lines)
         prompts, draws = None, None
         if wishes is not None and not self._is_slow(wishes) and all_single(plan):
-            draws = self._decode(plan, lines, wishes)
+            draws = self._decode(plan, lines, wishes, berth)
         else:
-            prompts = self._forward(plan)
+            prompts = self._forward(plan, berth)
             if wishes is not None:
-                draws = self._sample(lines, wishes)
-        clock.stop()
-        step = LaunchedStep(plan, clock, draws, prompts, self.rows.refused[plan.rows], self._finish)
+                draws = self._sample(lines, wishes, berth)
+        berth.stop()
+        step = LaunchedStep(plan, berth, draws, prompts, self.rows.refused[plan.rows], self._finish)
         self._unread.append(step)
         return step
+
+    def _berth(self) -> Berth:
+        """Return a berth that no step holds."""
+        for berth in self._berths:
+            if berth.free:
+                return berth
+        rows = len(self.rows.state)
+        self._berths.append(Berth(self._device, (self._graphs.most_words, rows * (6 + 2 * self._columns))))
+        return self._berths[-1]
 
     # --- what sampling needs ----------------------------------------------------------
 
@@ -92,30 +102,28 @@ class Runner:
 
     # --- the ways to compute ----------------------------------------------------------
 
-    def _decode(self, plan: StepPlan, lines: LongArray, wishes: Wishes) -> Draws:
+    def _decode(self, plan: StepPlan, lines: LongArray, wishes: Wishes, berth: Berth) -> Draws:
         """Compute rows with one token each, and sample all of them."""
         graphs, kind = self._graphs, self._kind(wishes)
         size = size_for(len(plan), graphs.decode_sizes)
         assert size is not None, "a plan has more rows than there are slots"
-        words = graphs.words(graphs.layout(size, chunks=self._decoder.exact), plan)
-        graphs.inputs[: len(words)].copy_(to_device(words, self._device), non_blocking=True)
-        return self._draws(lines, wishes, graphs.step(size, kind), size, kind)
+        berth.send(graphs.single_words(size, plan), graphs.inputs)
+        berth.receive(graphs.step(size, kind))
+        return self._draws(lines, wishes, size, kind)
 
-    def _forward(self, plan: StepPlan) -> PromptTables | None:
+    def _forward(self, plan: StepPlan, berth: Berth) -> PromptTables | None:
         """Compute any rows up to the outputs that sampling rows take, and logprobs of prompts."""
         graphs = self._graphs
         scores = bool((self.rows.prompt_width[plan.rows] >= 0).any())
         size = None if scores else size_for(plan.num_tokens, graphs.token_sizes)
         if size is not None:
-            words = graphs.words(graphs.layout(size, chunks=True), plan)
-            graphs.inputs[: len(words)].copy_(to_device(words, self._device), non_blocking=True)
+            berth.send(graphs.words(graphs.layout(size, chunks=True), plan), graphs.inputs)
             graphs.forward(size)
             return None
-        hidden = self._forward_at_once(plan)
-        return self._score_prompts(plan, hidden) if scores else None
+        return self._forward_at_once(plan, scores=scores)
 
-    def _forward_at_once(self, plan: StepPlan) -> Tensor:
-        """Do without a recording what `StepGraphs.forward` does; return the outputs of all tokens."""
+    def _forward_at_once(self, plan: StepPlan, *, scores: bool) -> PromptTables | None:
+        """Do what `_forward` does without a recording."""
         graphs, wholes = self._graphs, self._wholes(plan)
         layout = graphs.layout(-(-plan.num_tokens // graphs.round) * graphs.round, chunks=True)
         uploaded = to_device(graphs.words(layout, plan, list(wholes)), self._device)
@@ -123,29 +131,33 @@ class Runner:
         graphs.inputs[:head].copy_(uploaded[:head])
         singles = 0 if self._decoder.exact else leading_singles(plan.count)
         lines = (size_for(singles, graphs.decode_sizes) or 0) if singles else 0
+        if not scores:
+            graphs.picked.copy_(self._decoder.picked(columns, lines, tuple(wholes.values())))
+            return None
         hidden = self._decoder.hidden(columns, lines, tuple(wholes.values()))
         torch.index_select(hidden, 0, columns.picks, out=graphs.picked)
-        return hidden
+        return self._score_prompts(plan, hidden)
 
-    def _sample(self, lines: LongArray, wishes: Wishes) -> Draws:
+    def _sample(self, lines: LongArray, wishes: Wishes, berth: Berth) -> Draws:
         """Sample from the outputs that were picked."""
         graphs, count = self._graphs, len(lines)
         if not self._is_slow(wishes):
             size, kind = size_for(count, graphs.sample_sizes), self._kind(wishes)
             assert size is not None, "a plan has more rows than there are slots"
-            return self._draws(lines, wishes, graphs.draw(size, kind), size, kind)
+            berth.receive(graphs.draw(size, kind))
+            return self._draws(lines, wishes, size, kind)
         if wishes.special or wishes.masks is not None:
             self._catch_up()
         head = graphs.head
         logits = self._decoder.logits(graphs.picked[:count])
         state, slots, following = self.rows.state, head.slots[:count], head.following[:count]
-        words = choose_special(wishes, logits, state, slots, following, self._processors)
+        berth.receive(choose_special(wishes, logits, state, slots, following, self._processors))
         columns = min(wishes.columns, self._wide)
-        return Draws(lines, Transfer(words), count, columns, wishes.raw >= 0, wishes.processed >= 0)
+        return Draws(lines, count, columns, wishes.raw >= 0, wishes.processed >= 0)
 
-    def _draws(self, lines: LongArray, wishes: Wishes, words: Tensor, size: int, kind: Kind) -> Draws:
+    def _draws(self, lines: LongArray, wishes: Wishes, size: int, kind: Kind) -> Draws:
         columns = self._columns if kind is Kind.LOGPROBS else -1
-        return Draws(lines, Transfer(words), size, columns, wishes.raw >= 0, wishes.processed >= 0)
+        return Draws(lines, size, columns, wishes.raw >= 0, wishes.processed >= 0)
 
     def _wholes(self, plan: StepPlan) -> dict[int, Whole]:
         """Return, by line of the plan, the chunks that library attention takes: long ones that start a sequence."""
@@ -153,9 +165,7 @@ class Runner:
             return {}
         ends, found = np.cumsum(plan.count), {}
         for i in np.flatnonzero((plan.start == 0) & (plan.count >= LONG)).tolist():
-            count, first = int(plan.count[i]), int(plan.block_indptr[i])
-            blocks = to_device(plan.block_ids[first : first + -(-count // PAGE)], self._device)
-            found[i] = Whole(int(ends[i]) - count, int(ends[i]), blocks)
+            found[i] = Whole(int(ends[i]) - int(plan.count[i]), int(ends[i]))
         return found
 
     # --- logprobs of prompts ----------------------------------------------------------
@@ -188,10 +198,10 @@ class Runner:
         for low in range(0, len(places), PROMPT_CHUNK):
             chunk = slice(low, low + PROMPT_CHUNK)
             count = len(places[chunk])
-            asks = to_device(np.stack([places[chunk], tokens[chunk], widths[chunk], np.arange(count)]), self._device)
-            asks = asks.int()
-            logits = self._decoder.logits(hidden.index_select(0, asks[0]))
-            table = top_logprobs(logits, asks[3].contiguous(), asks[1].contiguous(), asks[2].contiguous(), columns)
+            parts_of = places[chunk], tokens[chunk], widths[chunk], np.arange(count)
+            picked, given, wide, every = columns_to_device(self._device, *parts_of)
+            logits = self._decoder.logits(hidden.index_select(0, picked))
+            table = top_logprobs(logits, every, given, wide, columns)
             parts.append((count, Transfer(torch.cat(pack(table)))))
         return PromptTables(counts, tokens.astype(np.int64), columns, parts)
 

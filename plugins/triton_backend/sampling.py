@@ -21,7 +21,7 @@ from slotline.plan import BoolArray, FloatArray, IntArray, LongArray, MaskHandle
 from slotline.plugins.torch_backend.adjusting import adjust, apply_masks
 from slotline.plugins.torch_backend.processing import Processors
 from slotline.plugins.torch_backend.rows import Row
-from slotline.plugins.triton_backend.rows import to_device
+from slotline.plugins.triton_backend.rows import columns_to_device, to_device
 
 COLUMNS = 20  # of the table of logprobs that is made in passing
 WIDE = 1024  # of the table that is made for rows that want more
@@ -124,7 +124,7 @@ def _lines(widths: IntArray) -> IntArray:
 
 
 def _table(logits: Tensor, widths: IntArray, tokens: Tensor, columns: int) -> list[Tensor]:
-    asks = to_device(np.stack([_lines(widths), np.maximum(widths, 0)]), logits.device)
+    asks = columns_to_device(logits.device, _lines(widths), np.maximum(widths, 0))
     return pack(top_logprobs(logits, asks[0], tokens, asks[1], min(columns, logits.shape[1])))
 
 

@@ -13,7 +13,7 @@ from slotline.params import SamplingParams
 from slotline.plan import NO_LOGPROBS, RowSetup, StepPlan
 from slotline.plugins.triton_backend.decoder import Decoder
 from slotline.plugins.triton_backend.graphs import MOST_TOKENS
-from slotline.plugins.triton_backend.inputs import Layout, blank
+from slotline.plugins.triton_backend.inputs import Layout
 from slotline.plugins.triton_backend.rows import to_device
 from slotline.plugins.triton_backend.runner import LONG, Runner
 from slotline.plugins.triton_backend.sampling import COLUMNS, WIDE, Kind, choose
@@ -29,7 +29,7 @@ def scratch_bytes(decoder: Decoder, tokens: int) -> int:
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     layout = Layout.of(slots, tokens, chunks=True)
-    columns = layout.split(to_device(blank(layout, slots), device))
+    columns = layout.split(to_device(layout.blank.copy(), device))
     hidden = decoder.hidden(columns, 0 if decoder.exact else slots)
     logits = decoder.logits(hidden[columns.picks])
     choose(Kind.LOGPROBS, logits, state, columns.slots, columns.following)

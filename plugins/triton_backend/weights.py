@@ -40,7 +40,7 @@ class Linear:
         if len(x) == 1:
             return gemv(x, self.weight, self.bias, dependent=True)
         if few_rows_pay(len(x), *self.weight.shape, size=x.element_size()):
-            return skinny_gemm(x, self.weight, self.bias, dependent=True)
+            return skinny_gemm(x, self.weight, self.bias)
         return functional.linear(x, self.weight, self.bias)
 
     def gated(self, x: Tensor, activation: str) -> Tensor:
@@ -49,8 +49,8 @@ class Linear:
         if not self.exact and len(x) == 1:
             return gemv(x, self.weight, self.bias, activation=activation, dependent=True)
         if not self.exact and few_rows_pay(len(x), rows // 2, columns, gated=True, size=x.element_size()):
-            return skinny_gemm(x, self.weight, self.bias, activation=activation, dependent=True)
-        return gate(self(x), activation, dependent=True)
+            return skinny_gemm(x, self.weight, self.bias, activation=activation)
+        return gate(self(x), activation)
 
     def logits(self, x: Tensor) -> Tensor:
         """Return [T, out] in float32."""
@@ -60,7 +60,7 @@ class Linear:
         if len(x) == 1:
             return gemv(x, self.weight, out_dtype=wide, dependent=True)
         if few_rows_pay(len(x), *self.weight.shape, size=x.element_size()):
-            return skinny_gemm(x, self.weight, out_dtype=wide, dependent=True)
+            return skinny_gemm(x, self.weight, out_dtype=wide)
         if x.dtype is wide or not x.is_cuda:
             return functional.linear(x, self.weight).float()
         return torch.mm(x, self.weight.t(), out_dtype=wide)

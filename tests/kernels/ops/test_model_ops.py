@@ -87,7 +87,9 @@ def test_rotate_and_store(dtype, shape, normed, tokens, device):
     for op in (rotate_and_store, rotate_reference.rotate_and_store):
         pages = [torch.zeros(4, kv_heads, PAGE, dim, dtype=dtype, device=device) for _ in range(2)]
         q = op(qkv, angles(256, dim, device), positions, places, *pages, norms)
-        outcomes.append((q, *pages))
+        kept = qkv.clone()
+        assert torch.equal(op(kept, angles(256, dim, device), positions, places, *pages, norms, keep=True), q)
+        outcomes.append((q, *pages, kept))
     for ours, expected in zip(*outcomes, strict=True):
         near(ours, expected)
     assert outcomes[0][1].abs().sum(-1).count_nonzero() == tokens * kv_heads, "other places were written"
@@ -218,3 +220,23 @@ def test_prefill_attention(dtype, shape, window, soft_cap, chunks, device):
     into = torch.empty_like(q)
     prefill_attention(q, k, v, tables, dataclasses.replace(tiles, **more), **options, out=into)
     assert torch.equal(into, ours), "a tile of no chunk does nothing"
+    near(prefill_attention(q, k, v, tables, tiles, **options, alike=True), expected, 2)
+
+
+@pytest.mark.gpu  # the interpreter's products come from a library that minds where in a tile a row lies
+@pytest.mark.parametrize(("dtype", "window"), [(torch.bfloat16, 0), (torch.float16, 0), (torch.bfloat16, 150)])
+def test_a_query_comes_out_the_same_in_any_chunk(dtype, window, device):
+    """Bitwise, if it is asked for: in one chunk, in chunks that begin within pages, and alone."""
+    length, dim = 330, 128
+    k, v, tables = pages_for([length], 2, dim, dtype, device)
+    q = draw(length, 8, dim, dtype=dtype, device=device, seed=4)
+    options = {"scale": dim**-0.5, "window": window, "alike": True}
+
+    def run(start, count):
+        return prefill_attention(
+            q[start : start + count].contiguous(), k, v, tables, list_tiles([start], [count], [0], device), **options
+        )
+
+    whole = run(0, length)
+    for start, count in ((0, 70), (70, 130), (200, 130), (64, 200), (129, 1), (0, 1), (329, 1)):
+        assert torch.equal(run(start, count), whole[start : start + count]), (start, count)
