@@ -243,11 +243,14 @@ class Engine:
     ) -> AsyncIterator[Output]:
         """Yield pieces of the answer as they come; options as for ``submit``."""
         handle = await self.submit([prompt], params, **options)
-        pieces = handle.pieces()
-        try:
-            async for outputs in pieces:
-                for output in outputs:
+        box, left = handle.box, len(handle.choices)
+        try:  # what `pieces` does, without a generator inside a generator for each token
+            while left:
+                for output in await box.get():
+                    left -= output.finish_reason is not None
                     yield output
+            if handle.error is not None:
+                raise handle.error
         finally:
             if not handle.finished:
                 handle.abort()

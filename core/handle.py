@@ -113,10 +113,10 @@ class RequestHandle:
             SlotlineError: the request ended with an error.
         """
         try:
-            left = {(c.prompt_index, c.index) for c in self.choices}
+            left = len(self.choices)
             while left:
                 outputs = await self.box.get(patient=patient)
-                left -= {(o.prompt_index, o.index) for o in outputs if o.finish_reason is not None}
+                left -= sum(output.finish_reason is not None for output in outputs)
                 yield outputs
             if self.error is not None:
                 raise self.error

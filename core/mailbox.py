@@ -69,19 +69,23 @@ class Choice:
 
     def take(self, vocabulary: Vocabulary) -> Output:
         """Return what is unread as one piece, and begin a new one."""
+        texts = self.texts
         output = Output(
-            index=self.index,
-            prompt_index=self.prompt_index,
-            text="".join(self.texts),
-            token_ids=self.ids,
-            logprobs=Logprobs.of(self.columns, vocabulary) if self.wants_logprobs else None,
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
+            self.index,
+            self.prompt_index,
+            texts[0] if len(texts) == 1 else "".join(texts),
+            self.ids,
+            Logprobs.of(self.columns, vocabulary) if self.wants_logprobs else None,
+            self.finish_reason,
+            self.stop_reason,
             embedding=self.embedding,
         )
+        self.ids, self.texts, self.listed = [], [], False
+        if self.wants_logprobs:
+            self.columns = []
         if self.prompt_columns:
             output.prompt_logprobs = Logprobs(LogprobColumns.concat(self.prompt_columns), vocabulary)
-        self.ids, self.texts, self.columns, self.prompt_columns, self.listed = [], [], [], [], False
+            self.prompt_columns = []
         return output
 
 
