@@ -188,7 +188,7 @@ class Intake:
         Raises:
             InvalidParameter: naming the first of them.
         """
-        if token_ids and 0 <= min(token_ids) and max(token_ids) < self.vocab_size:
+        if token_ids and min(token_ids) >= 0 and max(token_ids) < self.vocab_size:
             return
         for token_id in token_ids:
             if not 0 <= token_id < self.vocab_size:
