@@ -109,6 +109,11 @@ class RemoteClient:
         """Return the tokens of the longest sequence that can run."""
         return self.hello.longest
 
+    @property
+    def silence(self) -> float:
+        """Return the seconds since an engine process that is connected has last said something of itself."""
+        return 0.0 if self._writer is None else time.monotonic() - self._heard
+
     # --- the connection ---------------------------------------------------------------
 
     async def run(self) -> None:
@@ -202,6 +207,8 @@ class RemoteClient:
             raise self.error
         if self._writer is None:
             raise EngineLost("the engine process is being started; try again")
+        if self.silence > SILENT_AFTER:  # it would wait there unseen, and its deadline with it
+            raise EngineLost("the engine process does not respond; try again")
         ids = [request.seq_id for request in requests]
         ticket = next(self._numbers)
         data = pack_submit(ticket, requests)
@@ -245,7 +252,7 @@ class RemoteClient:
         """Tell what the engine process last said of itself, if that is not too long ago."""
         if self.error is not None:
             return Health("unhealthy", self.error.message)
-        if self._writer is not None and time.monotonic() - self._heard > SILENT_AFTER:
+        if self.silence > SILENT_AFTER:
             return Health("wedged", f"the engine process has said nothing for {SILENT_AFTER:g} seconds")
         return self._health
 

@@ -24,9 +24,12 @@ import msgspec
 from slotline.apis.cli.child import ChildSpec, Ready
 from slotline.apis.cli.group import CommandFailed
 from slotline.apis.cli.process import close_streams
+from slotline.remote import RemoteClient
 
 log = logging.getLogger("slotline.serve")
 
+WATCH = 0.5  # seconds between two looks at the engine process
+LEAST_SILENCE = 3.0  # seconds without a sign of life that are never too long, however short the stall timeout
 RESTARTS, WITHIN = 5, 60.0  # a process that ends so often in so many seconds is not started again
 MARGIN = 10.0  # seconds beyond the drain timeout after which a process that does not end is killed
 
@@ -42,7 +45,7 @@ class Child:
 
     def __init__(self, name: str, spec: ChildSpec, on_ready: Callable[[Ready], None]) -> None:
         self.name = name
-        self._spec = spec
+        self.spec = spec
         self._on_ready = on_ready
         self._process: asyncio.subprocess.Process | None = None
         self._ends: deque[float] = deque(maxlen=RESTARTS)
@@ -64,7 +67,7 @@ class Child:
             self._ends.append(time.monotonic())
             if len(self._ends) == RESTARTS and self._ends[-1] - self._ends[0] < WITHIN:
                 raise CommandFailed(f"the {self.name} process ended {RESTARTS} times within {WITHIN:g} seconds")
-            self._spec = msgspec.structs.replace(self._spec, again=True)
+            self.spec = msgspec.structs.replace(self.spec, again=True)
             log.warning("the %s process ended (%s); starting another", self.name, _reason(code))
 
     def stop(self) -> None:
@@ -74,23 +77,27 @@ class Child:
             self._process.terminate()
 
     def kill(self) -> None:
-        """End it now."""
+        """End it now, and do not start it again."""
         self._stopping = True
+        self.replace()
+
+    def replace(self) -> None:
+        """End it now; unless it was told to stop, another is started."""
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
 
     async def _run(self) -> int:
-        command = [sys.executable, "-P", "-m", "slotline.apis.cli.child", self._spec.role]  # the role is for people
+        command = [sys.executable, "-P", "-m", "slotline.apis.cli.child", self.spec.role]  # the role is for people
         self._process = process = await asyncio.create_subprocess_exec(
             *command,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            pass_fds=(self._spec.listen_fd,),
+            pass_fds=(self.spec.listen_fd,),
             start_new_session=True,  # Ctrl-C in a terminal is for the parent alone
         )
         assert process.stdin is not None and process.stdout is not None
         with contextlib.suppress(ConnectionError):
-            process.stdin.write(msgspec.json.encode(self._spec) + b"\n")
+            process.stdin.write(msgspec.json.encode(self.spec) + b"\n")
             await process.stdin.drain()
         if self._stopping:
             process.terminate()
@@ -140,6 +147,7 @@ class Supervisor:
         engine = asyncio.ensure_future(self._engine.keep())
         workers = [asyncio.ensure_future(worker.keep()) for worker in self._workers]
         over = asyncio.ensure_future(self._over.wait())
+        watch = asyncio.ensure_future(self._watch())
         try:
             await asyncio.wait({engine, over, *workers}, return_when=asyncio.FIRST_COMPLETED)
             failed = next((task.exception() for task in (engine, *workers) if task.done()), None)
@@ -147,9 +155,24 @@ class Supervisor:
         finally:
             self._engine.stop()
             over.cancel()
+            watch.cancel()
             await self._gone(self._engine, [engine])
         if failed is not None:
             raise failed
+
+    async def _watch(self) -> None:
+        """Replace an engine process that is there and says nothing, which no exit code will ever tell."""
+        client = RemoteClient(self._engine.spec.engine_path)
+        patience = max(self._engine.spec.config.stall_timeout, LEAST_SILENCE)
+        listening = asyncio.ensure_future(client.run())
+        try:
+            while True:
+                await asyncio.sleep(WATCH)
+                if client.silence > patience:
+                    log.error("the engine process has said nothing for %.0f s; killing it", client.silence)
+                    self._engine.replace()
+        finally:
+            listening.cancel()
 
     def _signalled(self) -> None:
         self._signals += 1

@@ -226,9 +226,30 @@ async def test_an_engine_of_another_version_is_refused(host, monkeypatch):
 async def test_an_engine_that_says_nothing_is_wedged(host, monkeypatch):
     from slotline import remote
 
-    monkeypatch.setattr(remote, "SILENT_AFTER", 0)
     async with host.running(), host.connect() as engine:
+        monkeypatch.setattr(remote, "SILENT_AFTER", 0)
         assert engine.health().status == "wedged"
+        with pytest.raises(EngineLost, match="does not respond"):
+            await engine.generate("abc")
+        monkeypatch.undo()
+        assert (await engine.generate("abc")).text == "abc"
+
+
+async def test_a_client_that_reads_nothing_is_hung_up_on(host, monkeypatch):
+    from slotline import hosting as module
+
+    monkeypatch.setattr(module, "MAX_UNREAD", 1000)
+    async with host.running() as core, host.connect() as engine:
+        reader, writer = await asyncio.open_unix_connection(host.path, limit=100)  # reads a little, then no more
+        sequence = SequenceRequest(1, np.arange(97, 100, dtype=np.int32), LONG, 0, (), 20_000)
+        writer.write(pack_submit(1, [sequence]))
+        while core.stats().generated_tokens == 0:
+            await asyncio.sleep(0)
+        await idle(core)  # long before all of its tokens
+        assert core.stats().generated_tokens < 20_000
+        writer.close()
+        reader.feed_eof()
+        assert (await engine.generate("abc")).text == "abc"
 
 
 @pytest.mark.parametrize("junk", [b"\x00\x00\x00\x03abc", b"\xff\xff\xff\xff", b"\x00\x00\x00\x02\x91\x09", b"\x00"])

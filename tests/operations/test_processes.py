@@ -158,6 +158,25 @@ def test_an_engine_that_is_stuck_is_replaced(serve):
 
 
 @pytest.mark.timeout(60)
+async def test_an_engine_process_that_hangs_is_replaced(serve):
+    """A stopped process ends nothing, and closes nothing: only its silence tells."""
+    with serve("--api-workers", "1", "--stall-timeout", "3", "--echo-delay", "0.01") as server:
+        engine, _ = children(server)
+        async with client_of(server) as client:
+            started = asyncio.Event()
+            task = asyncio.ensure_future(stream(client, "abc", 10_000, started))
+            await started.wait()
+            engine.suspend()
+            text, error = await task
+            assert text and error["code"] == "engine_lost"
+            while (await client.get("/health/ready")).status_code != 200:
+                await asyncio.sleep(0)
+        assert server.post(prompt="abc").json()["choices"][0]["text"] == "abc"
+        assert not engine.is_running() and children(server)[0].pid != engine.pid
+        assert server.stop() == 0
+
+
+@pytest.mark.timeout(60)
 def test_no_process_outlives_the_parent(serve):
     with serve("--api-workers", "2") as server:
         orphans = server.tree[1:]
