@@ -1,0 +1,106 @@
+"""The words that a plan becomes: every token and tile once, padding apart, columns where kernels expect them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slotline.plan import FEEDBACK, StepPlan
+
+pytest.importorskip("triton")
+
+from slotline.kernels.prefill_attention import TILE
+from slotline.plugins.triton_backend.inputs import Layout, all_single, fill, fill_single, leading_singles
+
+SLOTS = 12
+
+
+def plan_of(rows: list[tuple[int, int, int, bool]]) -> StepPlan:
+    """Return a plan of (slot, start, count, sample)."""
+    slots, start, count, sample = (np.array(column) for column in zip(*rows, strict=True))
+    tokens = np.where(np.arange(count.sum()) % 3 == 0, FEEDBACK, np.arange(count.sum()))
+    return StepPlan(
+        step_id=1,
+        rows=slots.astype(np.int32),
+        epoch=np.zeros(len(rows), np.int64),
+        start=start.astype(np.int32),
+        count=count.astype(np.int32),
+        token_ids=tokens.astype(np.int32),
+        block_indptr=np.zeros(len(rows) + 1, np.int32),
+        block_ids=np.empty(0, np.int32),
+        sample=sample.astype(np.bool_),
+    )
+
+
+@st.composite
+def plans(draw: st.DrawFn, longest: int = 400) -> StepPlan:
+    slots = draw(st.lists(st.integers(0, SLOTS - 1), min_size=1, max_size=SLOTS, unique=True))
+    singles = draw(st.integers(0, len(slots)))
+    rows = []
+    for at, slot in enumerate(slots):
+        count = 1 if at < singles else draw(st.integers(1, longest))
+        rows.append((slot, draw(st.integers(0, 900)), count, draw(st.booleans())))
+    return plan_of(rows)
+
+
+@given(plans(), st.integers(0, 70), st.booleans())
+def test_every_token_has_its_row_and_position(plan: StepPlan, spare: int, decode: bool) -> None:
+    layout = Layout.of(SLOTS, plan.num_tokens + spare, chunks=True)
+    columns = layout.split(fill(layout, plan, decode=decode))
+    count, chosen = plan.num_tokens, np.flatnonzero(plan.sample)
+    assert columns.tokens[:count].tolist() == plan.token_ids.tolist()
+    expected = [(r, p) for r, s, n in zip(plan.rows, plan.start, plan.count, strict=True) for p in range(s, s + n)]
+    assert list(zip(columns.token_slots[:count], columns.positions[:count], strict=True)) == expected
+    assert (columns.token_slots[count:] == SLOTS).all() and (columns.slots[len(chosen) :] == SLOTS).all()
+    assert columns.slots[: len(chosen)].tolist() == plan.rows[chosen].tolist()
+    for line, pick, following in zip(chosen, columns.picks, columns.following, strict=False):
+        assert expected[pick] == (plan.rows[line], following - 1)
+    assert columns.decoding[0] == (leading_singles(plan.count) if decode else 0)
+
+
+@given(plans(), st.booleans())
+def test_tiles_cover_each_chunk_once(plan: StepPlan, decode: bool) -> None:
+    layout = Layout.of(SLOTS, plan.num_tokens, chunks=True)
+    columns = layout.split(fill(layout, plan, decode=decode))
+    covered = np.zeros(plan.num_tokens, np.int32)
+    first_keys = []
+    for chunk, number in zip(columns.tile_chunks, columns.tile_numbers, strict=True):
+        if chunk < 0:
+            continue
+        begin, end = columns.begins[chunk], columns.begins[chunk + 1]
+        covered[begin + number * TILE : min(begin + (number + 1) * TILE, end)] += 1
+        first_keys.append(columns.starts[chunk] + number * TILE)
+    single = int(columns.decoding[0])
+    assert (covered[:single] == 0).all() and (covered[single:] == 1).all()
+    assert first_keys == sorted(first_keys, reverse=True), "tiles with most keys start first"
+
+
+@given(plans(), st.data())
+def test_chunks_that_are_left_out_get_no_tiles(plan: StepPlan, data: st.DataObject) -> None:
+    single = leading_singles(plan.count)
+    lines = list(range(single, len(plan)))
+    left_out = data.draw(st.sets(st.sampled_from(lines))) if lines else set()
+    layout = Layout.of(SLOTS, plan.num_tokens, chunks=True)
+    columns = layout.split(fill(layout, plan, sorted(left_out)))
+    assert set(columns.tile_chunks.tolist()) - {-1} == {line - single for line in lines if line not in left_out}
+
+
+@given(plans(longest=1), st.integers(0, 9))
+def test_single_tokens_have_a_shorter_way(plan: StepPlan, spare: int) -> None:
+    plan.sample[:] = True
+    assert all_single(plan)
+    layout = Layout.of(SLOTS, len(plan) + spare, chunks=False)
+    short, long = layout.split(fill_single(layout, plan)), layout.split(fill(layout, plan))
+    for name in ("decoding", "slots", "following", "tokens", "positions", "token_slots"):
+        assert getattr(short, name).tolist() == getattr(long, name).tolist(), name
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 7, 64, 2047])
+@pytest.mark.parametrize("chunks", [False, True])
+def test_columns_begin_at_16_bytes(tokens: int, chunks: bool) -> None:
+    layout = Layout.of(SLOTS, tokens, chunks=chunks)
+    assert all(cut.start % 4 == 0 for cut in layout.cuts) and layout.words % 4 == 0
+    head = Layout(SLOTS, 0, 0)
+    assert layout.cuts[:4] == head.cuts[:4], "sampling finds its columns at one place whatever the step"
