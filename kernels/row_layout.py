@@ -22,7 +22,11 @@ WIDTH = tl.constexpr(9)  # of the table of logprobs, -1 is none
 STOPS = tl.constexpr(10)  # how many stop ids follow
 STOP_IDS = tl.constexpr(11)
 MAX_STOPS = tl.constexpr(32)
-TABLE = tl.constexpr(44)  # the blocks; before it, one word is free
+REPETITION = tl.constexpr(43)  # float32, 1 is off
+FREQUENCY = tl.constexpr(44)  # float32, 0 is off
+PRESENCE = tl.constexpr(45)  # float32, 0 is off
+SEEN = tl.constexpr(46)  # line of the table of seen tokens, -1 is none: no penalties
+TABLE = tl.constexpr(48)  # the blocks; before it, one word is free
 
 # How a row came out of a step; the numbers are those of `slotline.plan.Status`.
 ROW_OK = tl.constexpr(0)

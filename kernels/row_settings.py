@@ -9,7 +9,19 @@ import triton.language as tl
 from torch import Tensor
 
 from slotline.kernels.launch import floats, ints, longs, varying
-from slotline.kernels.row_layout import DEAD, LOG_MIN_P, SEED, TEMPERATURE, TOP_K, TOP_P, WIDTH
+from slotline.kernels.row_layout import (
+    DEAD,
+    FREQUENCY,
+    LOG_MIN_P,
+    PRESENCE,
+    REPETITION,
+    SEED,
+    SEEN,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    WIDTH,
+)
 
 LINES = 128  # rows a program
 
@@ -24,6 +36,8 @@ class RowSettings(NamedTuple):
         seeds, positions: [R] int64.
         asks: [R] int32, the row's own number, or -1 where it wants no logprobs.
         widths: [R] int32.
+        repetition, frequency, presence: [R] float32.
+        seen: [R] int32, the row's line in the table of seen tokens, -1 = no penalties.
     """
 
     temperature: Tensor
@@ -34,6 +48,10 @@ class RowSettings(NamedTuple):
     positions: Tensor
     asks: Tensor
     widths: Tensor
+    repetition: Tensor
+    frequency: Tensor
+    presence: Tensor
+    seen: Tensor
 
 
 @varying("count")
@@ -50,6 +68,10 @@ def _settings_kernel(
     positions: tl.tensor,
     asks: tl.tensor,
     widths: tl.tensor,
+    repetition: tl.tensor,
+    frequency: tl.tensor,
+    presence: tl.tensor,
+    seen: tl.tensor,
     count: int,
     LINES: tl.constexpr,
 ) -> None:
@@ -69,6 +91,10 @@ def _settings_kernel(
     width = tl.where(alive, tl.load(row + WIDTH, mask=inside, other=-1), -1)
     tl.store(asks + lane, tl.where(width < 0, -1, lane), mask=inside)
     tl.store(widths + lane, tl.maximum(width, 0), mask=inside)
+    tl.store(repetition + lane, tl.load(row + REPETITION, mask=inside).to(tl.float32, bitcast=True), mask=inside)
+    tl.store(frequency + lane, tl.load(row + FREQUENCY, mask=inside).to(tl.float32, bitcast=True), mask=inside)
+    tl.store(presence + lane, tl.load(row + PRESENCE, mask=inside).to(tl.float32, bitcast=True), mask=inside)
+    tl.store(seen + lane, tl.where(alive, tl.load(row + SEEN, mask=inside, other=-1), -1), mask=inside)
 
 
 def row_settings(state: Tensor, slots: Tensor, following: Tensor) -> RowSettings:
@@ -82,7 +108,8 @@ def row_settings(state: Tensor, slots: Tensor, following: Tensor) -> RowSettings
     count, device = len(slots), state.device
     numbers = floats(device, count), floats(device, count), ints(device, count), floats(device, count)
     rest = longs(device, count), longs(device, count), ints(device, count), ints(device, count)
-    out = RowSettings(*numbers, *rest)
+    penalties = floats(device, count), floats(device, count), floats(device, count), ints(device, count)
+    out = RowSettings(*numbers, *rest, *penalties)
     args = (state, state.stride(0), slots, following, *out, count)
     _settings_kernel[(triton.cdiv(count, LINES),)](*args, LINES=LINES, num_warps=4)
     return out

@@ -5,7 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slotline.kernels.row_layout import DEAD, LOG_MIN_P, SEED, TEMPERATURE, TOP_K, TOP_P, WIDTH
+from slotline.kernels.row_layout import (
+    DEAD,
+    FREQUENCY,
+    LOG_MIN_P,
+    PRESENCE,
+    REPETITION,
+    SEED,
+    SEEN,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    WIDTH,
+)
 from slotline.kernels.row_settings import RowSettings
 
 
@@ -29,4 +41,8 @@ def row_settings(state: Tensor, slots: Tensor, following: Tensor) -> RowSettings
         following.long(),
         torch.where(width < 0, -1, lines),
         width.clamp(min=0),
+        number(REPETITION.value),
+        number(FREQUENCY.value),
+        number(PRESENCE.value),
+        torch.where(alive, rows[:, SEEN.value], -1),
     )

@@ -51,7 +51,7 @@ class Row:
         bias = {i: b for i, b in (params.logit_bias or {}).items() if i < vocab_size}
         self.bias_ids = np.fromiter(bias, np.int64, len(bias))
         self.bias = np.fromiter(bias.values(), np.float32, len(bias))
-        self.seen = SeenTokens(setup) if _penalised(setup) else None
+        self.seen = SeenTokens(setup) if penalised(setup) else None
         self.processors = tuple(params.extra)
         self.adjusts = _adjusts(setup)
         self.special = changes_logits(setup)
@@ -151,17 +151,17 @@ def changes_logits(setup: RowSetup) -> bool:
 
 
 def _adjusts(setup: RowSetup) -> bool:
+    return has_lists(setup) or penalised(setup)
+
+
+def has_lists(setup: RowSetup) -> bool:
+    """Tell whether a request names tokens to allow, ban or favour, or plugins that may do anything."""
     params = setup.params
-    return bool(
-        setup.bad_words
-        or params.allowed_token_ids is not None
-        or params.logit_bias
-        or _penalised(setup)
-        or params.extra
-    )
+    return bool(setup.bad_words or params.allowed_token_ids is not None or params.logit_bias or params.extra)
 
 
-def _penalised(setup: RowSetup) -> bool:
+def penalised(setup: RowSetup) -> bool:
+    """Tell whether a request has a penalty that does something."""
     p = setup.params
     return (p.repetition_penalty or 1.0) != 1.0 or bool(p.frequency_penalty) or bool(p.presence_penalty)
 

@@ -25,7 +25,7 @@ from slotline.plugins.torch_backend.processing import Processors
 from slotline.plugins.torch_backend.step import Failed
 from slotline.plugins.triton_backend.decoder import Decoder
 from slotline.plugins.triton_backend.graphs import StepGraphs
-from slotline.plugins.triton_backend.rows import RowTable, new_state
+from slotline.plugins.triton_backend.rows import RowTable, new_seen, new_state
 from slotline.plugins.triton_backend.runner import Runner
 from slotline.plugins.triton_backend.warmup import scratch_bytes, warm_up
 from slotline.plugins.triton_backend.weights import load_weights
@@ -122,7 +122,7 @@ class TritonBackend:
         def pool_of(blocks: int) -> Tensor:
             return torch.zeros((decoder_config.num_layers, 2, blocks, heads, PAGE, dim), dtype=dtype, device=device)
 
-        state = new_state(slots, longest, device)
+        state, seen = new_state(slots, longest, device), new_seen(slots, model.vocab_size, device)
         scratch = scratch_bytes(Decoder(decoder_config, weights, pool_of(1), state, longest), batch_tokens)
         size = cache_size(
             config.with_options(block_size=PAGE),
@@ -137,14 +137,20 @@ class TritonBackend:
             bytes_per_block=size.bytes_per_block,
             max_model_len=longest,
             vocab_size=model.vocab_size,
-            memory_report={"weights": weights.nbytes, "kv_cache": size.nbytes, "scratch": scratch},
+            memory_report={
+                "weights": weights.nbytes,
+                "kv_cache": size.nbytes,
+                "rows": state.nbytes + (0 if seen is None else seen.nbytes),
+                "scratch": scratch,
+            },
             batch_tokens=GPU_BATCH_TOKENS,
         )
         processors = Processors(self.processors, info)
         decoder = Decoder(decoder_config, weights, pool_of(size.num_blocks), state, longest)
         before = _free_memory(device)
-        graphs = StepGraphs(decoder, slots, weights.embed.shape[1], dtype)
-        runner = Runner(decoder, RowTable(state, model.vocab_size, processors), graphs, processors, model.vocab_size)
+        rows = RowTable(state, seen, model.vocab_size, processors)
+        graphs = StepGraphs(decoder, slots, weights.embed.shape[1], dtype, seen)
+        runner = Runner(decoder, rows, graphs, processors, model.vocab_size)
         if device.type == "cuda":
             info.memory_report["graphs"] = max(before - _free_memory(device), 0)
             warm_up(runner, slots=slots, longest=longest, batch_tokens=batch_tokens, blocks=size.num_blocks)

@@ -56,7 +56,8 @@ class StepGraphs:
         picked: [slots, C] the outputs that sampling rows take.
     """
 
-    def __init__(self, decoder: Decoder, slots: int, width: int, dtype: torch.dtype) -> None:
+    def __init__(self, decoder: Decoder, slots: int, width: int, dtype: torch.dtype, seen: Tensor | None) -> None:
+        self._seen = seen
         self._decoder = decoder
         self._slots = slots
         device = decoder.state.device
@@ -140,7 +141,7 @@ class StepGraphs:
 
         def run() -> Tensor:
             logits = self._decoder.logits(self._decoder.hidden(columns, 0 if self._decoder.exact else rows))
-            return choose(kind, logits, self._decoder.state, columns.slots[:rows], columns.following[:rows])
+            return choose(kind, logits, self._decoder.state, columns.slots[:rows], columns.following[:rows], self._seen)
 
         return run
 
@@ -149,7 +150,7 @@ class StepGraphs:
 
         def run() -> Tensor:
             logits = self._decoder.logits(self.picked[:rows])
-            return choose(kind, logits, self._decoder.state, columns.slots[:rows], columns.following[:rows])
+            return choose(kind, logits, self._decoder.state, columns.slots[:rows], columns.following[:rows], self._seen)
 
         return run
 

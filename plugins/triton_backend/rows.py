@@ -10,28 +10,37 @@ import torch
 from torch import Tensor
 
 from slotline.kernels import row_layout as layout
+from slotline.kernels.note_tokens import note_tokens
 from slotline.kernels.write_words import write_words
 from slotline.params import SamplingParams
 from slotline.plan import NO_LOGPROBS, IntArray, LongArray, RowSetup, StepPlan
 from slotline.plugins.torch_backend.processing import Processors
-from slotline.plugins.torch_backend.rows import Row, changes_logits
+from slotline.plugins.torch_backend.rows import Row, has_lists, penalised
 
 _SETTINGS = np.dtype(
     [
         ("dead", "<i4"), ("last", "<i4"), ("temperature", "<f4"), ("log_min_p", "<f4"), ("top_p", "<f4"),
         ("top_k", "<i4"), ("seed", "<u8"), ("min_len", "<i4"), ("width", "<i4"), ("stops", "<i4"),
         ("stop_ids", "<i4", layout.MAX_STOPS.value),
+        ("repetition", "<f4"), ("frequency", "<f4"), ("presence", "<f4"), ("seen", "<i4"),
     ]
 )  # fmt: skip
-_WORDS = _SETTINGS.itemsize // 4
+SEEN_BYTES = 1 << 30  # that the table of seen tokens may take
 
 
 def new_state(slots: int, longest: int, device: torch.device) -> Tensor:
     """Return the state of rows that nobody occupies yet, and the line of nobody behind them."""
     state = torch.zeros((slots + 1, layout.words(-(-longest // layout.PAGE))), dtype=torch.int32, device=device)
     state[-1, layout.DEAD.value] = 1
-    state[-1, layout.WIDTH.value] = -1
+    state[-1, layout.WIDTH.value] = state[-1, layout.SEEN.value] = -1
     return state
+
+
+def new_seen(slots: int, vocab: int, device: torch.device) -> Tensor | None:
+    """Return the table of seen tokens; None where it would be too large."""
+    if 4 * slots * vocab > SEEN_BYTES:
+        return None
+    return torch.zeros((slots, vocab), dtype=torch.int32, device=device)
 
 
 class RowTable:
@@ -39,18 +48,24 @@ class RowTable:
 
     Attributes:
         state: [slots + 1, words] int32 on the device, see `kernels.row_layout`; the last line is nobody's.
-        greedy, special, overflowing: [slots] bool: takes the best token; changes its logits before the temperature;
-            has more stop ids than the device looks at.
+        seen: [slots, V] int32, how often each row had which token, see `kernels.note_tokens`; None where it would be
+            too large: penalties are the host's to apply then.
+        greedy, special, overflowing: [slots] bool: takes the best token; changes its logits in ways that the host must
+            prepare; has more stop ids than the device looks at.
+        adjusted: [slots] bool, has penalties or a minimum length, which the device applies; penalised: the former.
         processed: [slots] bool, wants logprobs of what is left after all changes.
         refused: [slots] bool, a logits processor refused its options.
         width, prompt_width: [slots] of the tables of logprobs, -1 = none.
         min_len: [slots] of which position the minimum length ends.
     """
 
-    def __init__(self, state: Tensor, vocab: int, processors: Processors) -> None:
+    def __init__(self, state: Tensor, seen: Tensor | None, vocab: int, processors: Processors) -> None:
         slots = len(state) - 1
         self.state = state
+        self.seen = seen
         self.greedy = np.ones(slots, np.bool_)
+        self.adjusted = np.zeros(slots, np.bool_)
+        self.penalised = np.zeros(slots, np.bool_)
         self.special = np.zeros(slots, np.bool_)
         self.processed = np.zeros(slots, np.bool_)
         self.overflowing = np.zeros(slots, np.bool_)
@@ -88,6 +103,9 @@ class RowTable:
         if parts:
             places, values = (np.concatenate(columns).astype(np.int32) for columns in zip(*parts, strict=True))
             write_words(self.state, *columns_to_device(self.state.device, places, values))
+        for setup in plan.admitted:
+            if self.penalised[setup.row]:
+                self._note(setup)
 
     def _append_blocks(self, plan: StepPlan) -> tuple[LongArray, IntArray]:
         """Return the words that extend block tables."""
@@ -107,8 +125,12 @@ class RowTable:
         asks = setup.logprobs != NO_LOGPROBS
         self.greedy[slot] = params.greedy
         self.processed[slot] = asks and params.logprobs_mode == "processed"
-        self.special[slot] = changes_logits(setup)
+        held = setup.min_len > setup.prompt_len
         self.overflowing[slot] = len(setup.stop_ids) > layout.MAX_STOPS.value
+        on_host = has_lists(setup) or bool(held and self.overflowing[slot]) or (penalised(setup) and self.seen is None)
+        self.special[slot] = on_host
+        self.penalised[slot] = not on_host and penalised(setup)
+        self.adjusted[slot] = not on_host and (held or penalised(setup))
         self.width[slot] = setup.logprobs if asks else -1
         self.prompt_width[slot] = setup.prompt_logprobs
         self.min_len[slot] = setup.min_len
@@ -117,8 +139,28 @@ class RowTable:
             row = Row(setup, self._vocab, layout.PAGE)
             self.known[slot] = row
             self.refused[slot] = not self._processors.add(row)
-        words = settings_of(setup, dead=bool(self.refused[slot])).view(np.int32)
+        seen = slot if self.penalised[slot] else -1
+        words = settings_of(setup, dead=bool(self.refused[slot]), seen=seen).view(np.int32)
         return slot * self.state.shape[1] + np.arange(len(words), dtype=np.int64), words
+
+    def _note(self, setup: RowSetup) -> None:
+        """Begin a row's line of seen tokens: its prompt's, and after a preemption those of its answer."""
+        assert self.seen is not None
+        self.seen[setup.row].zero_()
+        for tokens, output in (
+            (setup.token_ids[: setup.prompt_len], False),
+            (setup.token_ids[setup.prompt_len :], True),
+        ):
+            if len(tokens):
+                columns = columns_to_device(self.state.device, np.full(len(tokens), setup.row), tokens)
+                note_tokens(self.seen, *columns, output=output)
+
+    def adjusts(self, slots: IntArray, following: LongArray) -> bool:
+        """Tell whether the device has logits to change for any of these rows."""
+        rows = slots[self.adjusted[slots]]
+        if not len(rows):
+            return False
+        return bool(self.penalised[rows].any() or (following[self.adjusted[slots]] < self.min_len[rows]).any())
 
     def specials(self, slots: IntArray, following: LongArray) -> list[tuple[int, Row]]:
         """Return the rows whose logits change, with their lines; a minimum length alone counts until it is reached."""
@@ -134,7 +176,7 @@ class RowTable:
             self._processors.observe(row, token)
 
 
-def settings_of(setup: RowSetup, *, dead: bool) -> np.ndarray:
+def settings_of(setup: RowSetup, *, dead: bool, seen: int) -> np.ndarray:
     """Return the head of a row's line."""
     params: SamplingParams = setup.params
     line = np.zeros((), _SETTINGS)
@@ -146,6 +188,9 @@ def settings_of(setup: RowSetup, *, dead: bool) -> np.ndarray:
     line["seed"] = setup.seed
     line["min_len"] = setup.min_len
     line["width"] = -1 if setup.logprobs == NO_LOGPROBS else setup.logprobs
+    line["repetition"] = params.repetition_penalty or 1.0
+    line["frequency"], line["presence"] = params.frequency_penalty or 0.0, params.presence_penalty or 0.0
+    line["seen"] = seen
     stops = setup.stop_ids[: layout.MAX_STOPS.value]
     line["stops"] = len(stops)
     line["stop_ids"][: len(stops)] = stops

@@ -17,7 +17,7 @@ from slotline.plugins.triton_backend.graphs import StepGraphs, size_for
 from slotline.plugins.triton_backend.inputs import all_single, leading_singles
 from slotline.plugins.triton_backend.results import Berth, Draws, LaunchedStep, PromptTables, Transfer
 from slotline.plugins.triton_backend.rows import RowTable, columns_to_device, to_device
-from slotline.plugins.triton_backend.sampling import COLUMNS, WIDE, Kind, Wishes, choose_special, pack
+from slotline.plugins.triton_backend.sampling import COLUMNS, TABLED, WIDE, Kind, Wishes, choose_special, pack
 
 PROMPT_CHUNK = 256  # prompt positions whose logits exist at the same time
 LONG = 1024  # tokens of a chunk from which on library attention is faster than reading pages
@@ -80,6 +80,7 @@ class Runner:
             slots,
             following,
             rows.specials(slots, following) if rows.special[slots].any() else (),
+            rows.adjusts(slots, following),
             np.where(processed, -1, width),
             np.where(processed, width, -1),
             rows.greedy[slots],
@@ -96,6 +97,8 @@ class Runner:
         )
 
     def _kind(self, wishes: Wishes) -> Kind:
+        if wishes.adjusted:
+            return Kind.ADJUSTED
         if (wishes.raw >= 0).any():
             return Kind.LOGPROBS
         return Kind.GREEDY if wishes.greedy.all() else Kind.DRAW
@@ -150,13 +153,13 @@ class Runner:
             self._catch_up()
         head = graphs.head
         logits = self._decoder.logits(graphs.picked[:count])
-        state, slots, following = self.rows.state, head.slots[:count], head.following[:count]
-        berth.receive(choose_special(wishes, logits, state, slots, following, self._processors))
+        slots, following = head.slots[:count], head.following[:count]
+        berth.receive(choose_special(wishes, logits, self.rows, slots, following, self._processors))
         columns = min(wishes.columns, self._wide)
         return Draws(lines, count, columns, wishes.raw >= 0, wishes.processed >= 0)
 
     def _draws(self, lines: LongArray, wishes: Wishes, size: int, kind: Kind) -> Draws:
-        columns = self._columns if kind is Kind.LOGPROBS else -1
+        columns = self._columns if kind in TABLED else -1
         return Draws(lines, size, columns, wishes.raw >= 0, wishes.processed >= 0)
 
     def _wholes(self, plan: StepPlan) -> dict[int, Whole]:

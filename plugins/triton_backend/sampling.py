@@ -13,15 +13,18 @@ from torch import Tensor
 from slotline.kernels.argmax import argmax
 from slotline.kernels.drop_rest import drop_rest
 from slotline.kernels.finish_rows import finish_rows
+from slotline.kernels.hold_stops import hold_stops
+from slotline.kernels.note_tokens import note_tokens
+from slotline.kernels.penalise import penalise
 from slotline.kernels.results import TopLogprobs
 from slotline.kernels.row_settings import RowSettings, row_settings
 from slotline.kernels.sample import sample
 from slotline.kernels.top_logprobs import top_logprobs
-from slotline.plan import BoolArray, FloatArray, IntArray, LongArray, MaskHandle
+from slotline.plan import BoolArray, FloatArray, IntArray, LongArray, MaskHandle, Status
 from slotline.plugins.torch_backend.adjusting import adjust, apply_masks
 from slotline.plugins.torch_backend.processing import Processors
 from slotline.plugins.torch_backend.rows import Row
-from slotline.plugins.triton_backend.rows import columns_to_device, to_device
+from slotline.plugins.triton_backend.rows import RowTable, columns_to_device, to_device
 
 COLUMNS = 20  # of the table of logprobs that is made in passing
 WIDE = 1024  # of the table that is made for rows that want more
@@ -33,15 +36,19 @@ class Kind(Enum):
     GREEDY = "greedy"
     DRAW = "draw"
     LOGPROBS = "logprobs"  # some of them
+    ADJUSTED = "adjusted"  # some have penalties or a minimum length, and some may want logprobs
 
 
-def choose(kind: Kind, logits: Tensor, state: Tensor, slots: Tensor, following: Tensor) -> Tensor:
-    """Sample rows whose logits nothing changes, and note the outcome in the row state.
+def choose(
+    kind: Kind, logits: Tensor, state: Tensor, slots: Tensor, following: Tensor, seen: Tensor | None = None
+) -> Tensor:
+    """Sample rows whose logits nothing changes but penalties and a minimum length, and note the outcome.
 
     Args:
         logits: [R, V] float32.
         state: [S, W] the row state.
         slots, following: [R] int32, each row's line and the position of the token that is sampled.
+        seen: [S, V] int32 the table of seen tokens, if there is one.
 
     Returns:
         The words of tokens [R] and status [R], and of a table of logprobs (see `pack`) if the kind has one.
@@ -49,13 +56,37 @@ def choose(kind: Kind, logits: Tensor, state: Tensor, slots: Tensor, following: 
     if kind is Kind.GREEDY:
         tokens, found = argmax(logits)
         return torch.cat([tokens, finish_rows(state, slots, following, tokens, found)])
-    settings = row_settings(state, slots, following)
+    settings, raw = row_settings(state, slots, following), logits
+    if kind is Kind.ADJUSTED:
+        raw = logits.clone()
+        adjust_rows(logits, settings, state, slots, following, seen)
     tokens, found, _, _ = sample(logits, *settings[:6])
     words = [tokens, finish_rows(state, slots, following, tokens, found)]
-    if kind is Kind.LOGPROBS:
+    if kind is Kind.ADJUSTED:
+        note_rows(settings, words[0], words[1], seen)
+    if kind in TABLED:
         columns = min(COLUMNS, logits.shape[1])
-        words += pack(top_logprobs(logits, settings.asks, tokens, settings.widths, columns))
+        words += pack(top_logprobs(raw, settings.asks, tokens, settings.widths, columns))
     return torch.cat(words)
+
+
+def adjust_rows(
+    logits: Tensor, settings: RowSettings, state: Tensor, slots: Tensor, following: Tensor, seen: Tensor | None
+) -> None:
+    """Apply minimum lengths and penalties of rows to their logits [R, V], in place."""
+    hold_stops(logits, state, slots, following)
+    if seen is not None:
+        penalise(logits, seen, settings.seen, settings.repetition, settings.frequency, settings.presence)
+
+
+def note_rows(settings: RowSettings, tokens: Tensor, status: Tensor, seen: Tensor | None) -> None:
+    """Note the tokens that rows with penalties sampled."""
+    if seen is not None:
+        good = (status == Status.OK) | (status == Status.STOP)
+        note_tokens(seen, torch.where(good, settings.seen, -1), tokens, output=True)
+
+
+TABLED = (Kind.LOGPROBS, Kind.ADJUSTED)  # kinds that make a table of logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +96,8 @@ class Wishes:
     Attributes:
         slots: [R]
         following: [R]
-        special: rows whose logits change, with their lines.
+        special: rows whose logits change in ways that the host prepares, with their lines.
+        adjusted: whether the device has logits of others to change.
         raw: [R] width of the table of raw logprobs, -1 = none.
         processed: [R] the same of processed ones.
         greedy: [R] whether a row takes the best token.
@@ -75,6 +107,7 @@ class Wishes:
     slots: IntArray
     following: LongArray
     special: Sequence[tuple[int, Row]]
+    adjusted: bool
     raw: IntArray
     processed: IntArray
     greedy: BoolArray
@@ -87,7 +120,7 @@ class Wishes:
 
 
 def choose_special(
-    wishes: Wishes, logits: Tensor, state: Tensor, slots: Tensor, following: Tensor, processors: Processors
+    wishes: Wishes, logits: Tensor, rows: RowTable, slots: Tensor, following: Tensor, processors: Processors
 ) -> Tensor:
     """Do what `choose` does for rows whose logits are changed, or that want wide or processed tables.
 
@@ -100,13 +133,16 @@ def choose_special(
         apply_masks(logits, wishes.slots.tolist(), wishes.masks)
     adjust(logits, wishes.special, wishes.following, processors)
     logits.masked_fill_(~finite[:, None], float("nan"))
+    state = rows.state
     settings = row_settings(state, slots, following)
+    adjust_rows(logits, settings, state, slots, following, rows.seen)
     # The best token survives any cut; only processed logprobs show what the cut left out beside it.
     shown = to_device(wishes.greedy & (wishes.processed >= 0), logits.device)
     settings = settings._replace(temperature=torch.where(shown, 1.0, settings.temperature))
     drawn = sample(logits, *settings[:6])
     tokens = torch.where(shown, argmax(logits).tokens, drawn.tokens)
     words = [tokens, finish_rows(state, slots, following, tokens, drawn.status)]
+    note_rows(settings, words[0], words[1], rows.seen)
     words += _table(raw, wishes.raw, tokens, wishes.columns)
     if (wishes.processed >= 0).any():
         lines = to_device(_lines(wishes.processed), logits.device)

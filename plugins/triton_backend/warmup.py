@@ -42,7 +42,7 @@ def warm_up(runner: Runner, *, slots: int, longest: int, batch_tokens: int, bloc
     length = min(longest - 2, batch_tokens - 1, (blocks - 1) * PAGE)
     some = min(slots, 3)
     trials: list[dict[str, Any]] = [
-        {"presence_penalty": 0.5, "logprobs": 1},
+        {"presence_penalty": 0.5, "logprobs": WIDE},
         {"logit_bias": {1: 1.0}, "logprobs": 1, "logprobs_mode": "processed", "temperature": 0.7, "top_k": 5},
         {"logprobs": WIDE},
     ]

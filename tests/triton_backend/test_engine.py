@@ -13,11 +13,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import slotline
 from slotline import SamplingParams
 from slotline.errors import ConfigError, ModelError
+from slotline.plan import RowSetup, StepPlan
 from slotline.testing import BackendConformance, write_tiny_llama
 
 pytest_plugins = ["slotline.testing"]
@@ -46,7 +48,7 @@ def test_interpreted() -> None:
     done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed and int(passed[1]) >= 7, done.stdout[-500:]
+    assert passed and int(passed[1]) >= 9, done.stdout[-500:]
 
 
 async def answers(folder: Path, backend: str, texts: list[str], params: SamplingParams, **options: Any) -> Any:
@@ -109,14 +111,73 @@ async def test_special_requests_beside_plain_ones(tiny_llama: Path) -> None:
         SamplingParams(**common | {"temperature": 0.8}, seed=3, top_k=4, logprobs=2, logprobs_mode="processed"),
         SamplingParams(**common, logprobs=30, logit_bias={9: 3.0}),
     ]
+    await same_answers(tiny_llama, asked)
+
+
+@interpreted
+async def test_penalties_and_minimum_lengths_stay_in_the_recorded_steps(tiny_llama: Path) -> None:
+    """The device counts the tokens of each row by itself."""
+    common: dict[str, Any] = {"temperature": 0, "max_tokens": 6}
+    asked = [
+        SamplingParams(**common, ignore_eos=True, repetition_penalty=1.6, logprobs=1),
+        SamplingParams(**common | {"temperature": 0.9}, seed=4, presence_penalty=0.9, frequency_penalty=1.5),
+        SamplingParams(**common, min_tokens=4, stop_token_ids=list(range(100, 130))),
+    ]
+    await same_answers(tiny_llama, asked)
+
+
+@interpreted
+def test_a_row_that_comes_back_counts_its_answer_again() -> None:
+    import torch
+
+    from slotline.plugins.torch_backend.processing import Processors
+    from slotline.plugins.triton_backend.rows import RowTable, new_seen, new_state
+
+    device, vocab = torch.device("cpu"), 40
+    state, seen = new_state(3, 128, device), new_seen(3, vocab, device)
+    assert seen is not None
+    rows = RowTable(state, seen, vocab, Processors({}, None))  # type: ignore[arg-type]  # nothing asks for it
+    seen[1] = 7  # of the occupant before
+    setup = RowSetup(
+        row=1,
+        epoch=4,
+        params=SamplingParams(max_tokens=9, frequency_penalty=0.5).resolved({}),
+        seed=0,
+        token_ids=np.array([5, 5, 6, 9, 9, 5], np.int32),
+        prompt_len=3,
+        stop_ids=(),
+        min_len=3,
+        max_len=12,
+    )
+    one = np.ones(1, np.int32)
+    tokens = setup.token_ids
+    plan = StepPlan(
+        1,
+        one,
+        4 * one.astype(np.int64),
+        0 * one,
+        6 * one,
+        tokens,
+        np.array([0, 1], np.int32),
+        2 * one,
+        one > 0,
+        (setup,),
+    )
+    rows.apply(plan)
+    assert {i: n for i, n in enumerate(seen[1].tolist()) if n} == {5: 3, 6: 1, 9: 4}
+    assert rows.adjusts(plan.rows, np.array([6])) and not seen[[0, 2]].any()
+
+
+async def same_answers(folder: Path, asked: list[SamplingParams]) -> None:
+    """Hold answers of both backends against each other."""
     answered = []
-    for backend, options in (("torch", {"device": "cpu"}), ("triton", {})):
-        options |= {"max_slots": 3, "kv_cache_tokens": 512, "dtype": "float32", "max_logprobs": 40}
-        async with slotline.Engine.open(str(tiny_llama), backend=backend, **options) as engine:
+    for backend, own in (("torch", {"device": "cpu"}), ("triton", {})):
+        options = {"max_slots": 3, "kv_cache_tokens": 512, "dtype": "float32", "max_logprobs": 40, **own}
+        async with slotline.Engine.open(str(folder), backend=backend, **options) as engine:
             answered.append(await asyncio.gather(*(engine.generate(TEXT[:12], params) for params in asked)))
     for a, b in zip(*answered, strict=True):
         assert a.token_ids == b.token_ids
-        for mine, theirs in zip(a.logprobs, b.logprobs, strict=True):
+        for mine, theirs in zip(a.logprobs or (), b.logprobs or (), strict=True):
             assert mine == pytest.approx(theirs, abs=1e-4)
 
 

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from slotline.kernels import finish_rows, row_layout, row_settings, token_inputs, write_words
+from slotline.kernels import finish_rows, hold_stops, row_layout, row_settings, token_inputs, write_words
 from slotline.kernels.reference import finish_rows as finish_reference
+from slotline.kernels.reference import hold_stops as hold_reference
 from slotline.kernels.reference import row_settings as settings_reference
 from slotline.kernels.reference import token_inputs as inputs_reference
 from slotline.kernels.reference import write_words as write_reference
@@ -23,9 +24,9 @@ def state(device: torch.device) -> torch.Tensor:
     found[:, row_layout.MIN_LEN.value] = torch.tensor([0, 0, 70, 0, 0, 0, 0, 300, 0, 0])
     found[:, row_layout.WIDTH.value] = torch.tensor([-1, 3, 0, 5, -1, -1, 20, 1, -1, 4])
     found[:, row_layout.SEED.value] = torch.arange(-5, 5)
-    numbers = torch.rand(SLOTS + 1, 3, generator=rng)
-    first = row_layout.TEMPERATURE.value
-    found[:, first : first + 3] = numbers.view(torch.int32)
+    for first in (row_layout.TEMPERATURE.value, row_layout.REPETITION.value):  # three words each
+        found[:, first : first + 3] = torch.rand(SLOTS + 1, 3, generator=rng).view(torch.int32)
+    found[:, row_layout.SEEN.value] = torch.tensor([3, 1, -1, 0, 2, 5, -1, -1, 8, 9])
     found[-1, row_layout.TABLE.value :] = 0
     return found.to(device)
 
@@ -81,3 +82,17 @@ def test_finish_rows(state: torch.Tensor, device: torch.device) -> None:
     assert torch.equal(status, finish_reference.finish_rows(theirs, slots, following, tokens, found))
     assert status.tolist() == [2, 0, 3, 1, 1, 0, 2, 0, 3, 3]
     assert torch.equal(state, theirs)
+
+
+def test_hold_stops(state: torch.Tensor, device: torch.device) -> None:
+    """Below its minimum a living row loses its stop ids; NaN stays NaN, and ids past the end are passed over."""
+    slots = torch.tensor([2, 3, 1, 7, 8, 9, 2], dtype=torch.int32, device=device)
+    following = torch.tensor([69, 5, 5, 299, 0, 0, 70], dtype=torch.int32, device=device)
+    state[3, row_layout.MIN_LEN.value] = 6
+    logits = torch.randn(len(slots), 60, generator=torch.Generator().manual_seed(2)).to(device)
+    logits[0, int(state[2, row_layout.STOP_IDS.value]) % 60] = float("nan")
+    theirs = logits.clone()
+    hold_stops.hold_stops(logits, state, slots, following)
+    hold_reference.hold_stops(theirs, state, slots, following)
+    torch.testing.assert_close(logits, theirs, rtol=0, atol=0, equal_nan=True)
+    assert (logits[1] == float("-inf")).sum() > 5 and logits[[2, 4, 5, 6]].isfinite().all()
