@@ -51,9 +51,12 @@ class BlockPool:
         self._index: dict[NodeKey, int] = {}
         self._key: dict[int, NodeKey] = {}
         self._node: dict[int, int] = {}
+        self._holder: dict[int, int] = {}  # the block of each node
         self._next_node = ROOT + 1
         self._pending: deque[tuple[int, int]] = deque()
         self._pending_until: dict[int, int] = {}
+        self._child_until: dict[int, int] = {}  # by node: the step that pending blocks behind it wait for
+        self._completed = 0
 
     # --- queries ----------------------------------------------------------------------
 
@@ -149,14 +152,21 @@ class BlockPool:
             self._refs[block] -= 1
             if self._refs[block]:
                 continue
-            if after_step is None:
+            # A parent stays as long as what hangs on it waits, or it could be evicted from under it.
+            node = self._node.get(block)
+            until = max(after_step or 0, self._child_until.get(node, 0) if node is not None else 0)
+            if until <= self._completed:
                 self._retire(block)
-            else:
-                self._pending_until[block] = after_step
-                self._pending.append((after_step, block))
+                continue
+            self._pending_until[block] = until
+            self._pending.append((until, block))
+            if block in self._key:
+                parent = self._key[block][0]
+                self._child_until[parent] = max(until, self._child_until.get(parent, 0))
 
     def complete(self, step_id: int) -> None:
         """Retire blocks that waited for steps up to ``step_id``."""
+        self._completed = max(self._completed, step_id)
         while self._pending and self._pending[0][0] <= step_id:
             step, block = self._pending.popleft()
             if self._pending_until.get(block) == step:
@@ -174,7 +184,7 @@ class BlockPool:
             return None
         node = self._next_node
         self._next_node += 1
-        self._index[key], self._key[block], self._node[block] = block, key, node
+        self._index[key], self._key[block], self._node[block], self._holder[node] = block, key, node, block
         return node
 
     def forget_cached(self) -> None:
@@ -185,14 +195,21 @@ class BlockPool:
             self._free[block] = None
 
     def _retire(self, block: int) -> None:
-        if block in self._node:
-            self._cached[block] = None
-        else:
+        if block not in self._node:
             self._free[block] = None
+            return
+        self._cached[block] = None
+        # A parent that others used may have come here while this block waited for a step; it must not go first.
+        parent = self._holder.get(self._key[block][0])
+        while parent is not None and parent in self._cached:
+            self._cached.move_to_end(parent)
+            parent = self._holder.get(self._key[parent][0])
 
     def _forget(self, block: int) -> None:
         del self._index[self._key.pop(block)]
-        del self._node[block]
+        node = self._node.pop(block)
+        del self._holder[node]
+        self._child_until.pop(node, None)
 
     # --- checks -----------------------------------------------------------------------
 

@@ -229,7 +229,8 @@ class Planner:
         grown = int(widths.sum())
         fresh = [-(-len(a.seq.tokens) // size) - len(a.hits) for a in work.admissions]
         claimed = {b for a in work.admissions for b in a.hits}
-        freed = [b for r in work.preempted if not self.in_flight(r, oldest_step) for b in self._own_blocks(r)]
+        # The tail of a row first, as when it is released: nothing may lose what it hangs on.
+        freed = [b for r in work.preempted if not self.in_flight(r, oldest_step) for b in reversed(self._own_blocks(r))]
         ids = self.pool.peek(grown + sum(fresh), claimed, freed)
         at = grown
         appended = ids[:grown]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import hypothesis.strategies as st
@@ -12,9 +13,10 @@ from hypothesis import given
 from slotline import SamplingParams
 from slotline.blocks import ROOT, BlockPool
 from slotline.errors import ClientLimitExceeded, QueueFull
-from slotline.plan import LogprobColumns
+from slotline.plan import LogprobColumns, StepResult
 from slotline.queue import RequestQueue
 from slotline.request import SequenceRequest
+from slotline.scheduler import Scheduler
 from slotline.sequence import Sequence
 from slotline.slots import SlotTable
 
@@ -219,6 +221,56 @@ def test_pending_blocks_wait_for_their_step_and_can_be_found_meanwhile() -> None
     pool.complete(9)
     assert pool.available == 3 and pool.counts().cached == 1
     pool.check_integrity([])
+
+
+@pytest.mark.parametrize("room", [0, 1])
+def test_a_parent_is_not_evicted_before_what_hangs_on_it(room: int) -> None:
+    """Also where the child waits for a step when the parent's last user leaves."""
+    pool = BlockPool(3 + room, 2)
+    chain = fill(pool, A, B)
+    pool.acquire(chain[:1])  # by a second sequence
+    pool.release(chain, after_step=5)
+    pool.release(chain[:1])
+    assert pool.available == room and pool.pending == 2
+    pool.allocate(pool.peek(room, set()))
+    pool.complete(5)
+    pool.check_integrity()
+    assert pool.peek(2, set()) == [chain[1], chain[0]]
+    assert pool.lookup(tokens(A, B, C), None, 0) == chain
+
+
+def test_a_parent_that_came_back_first_goes_last() -> None:
+    pool = BlockPool(4, 2)
+    chain = fill(pool, A, B)
+    pool.release(chain, after_step=5)
+    pool.acquire(chain[:1])
+    pool.complete(5)
+    pool.release(chain[:1])
+    assert pool.peek(3, set())[1:] == [chain[1], chain[0]]
+    pool.check_integrity()
+
+
+def test_a_row_that_makes_room_gives_its_tail_first() -> None:
+    """The block that another row takes from it is not one that its cached blocks hang on."""
+    pool, queue = BlockPool(5, 4), RequestQueue(9)
+    scheduler = Scheduler(2, 64, 64, pool, queue)
+    scheduler.add([replace(request(seq_id, length=length), max_tokens=20) for seq_id, length in ((0, 3), (1, 7))])
+    taken: list[int] = []
+    while not scheduler.counts.preemptions:
+        plan = scheduler.schedule()
+        assert plan is not None and plan.step_id < 20
+        table = scheduler.rows.blocks(1)
+        scheduler.apply(plan)
+        taken = plan.block_ids.tolist()
+        count = len(plan)
+        one = plan.sample.astype(np.int32)
+        scheduler.commit(
+            StepResult(
+                plan.step_id, plan.rows, plan.epoch, np.full((count, 1), 5, np.int32), one, np.zeros(count, np.int8)
+            )
+        )
+    assert len(table) == 2 and taken == [table[1]] and pool.is_cached(table[0])
+    scheduler.check_integrity()
 
 
 def test_equal_content_is_published_once() -> None:
