@@ -65,7 +65,13 @@ class TritonBackend:
             devices=("cuda",),
             pipeline_depth=2,
             deterministic=True,
+            embeddings=True,
         )
+
+    @property
+    def padded_tokens(self) -> int:
+        """Return how many positions were computed for nothing."""
+        return 0 if self._runner is None else self._runner.padded_tokens
 
     def load(self, config: EngineConfig, model: Model) -> BackendInfo:
         """Load weights, allocate the KV cache, record the decode step for each batch size.

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slotline.plan import BoolArray, IntArray, LogprobColumns, LongArray, Status, StepPlan, StepResult
+from slotline.plan import BoolArray, FloatArray, IntArray, LogprobColumns, LongArray, Status, StepPlan, StepResult
 from slotline.plugins.triton_backend.sampling import Table, unpack
 
 
@@ -112,6 +112,27 @@ class PromptTables:
 
 
 @dataclass(frozen=True, slots=True)
+class Embeddings:
+    """Outputs at the ends of prompts on their way: the plan's lines [E], and words of float32 [E, C]."""
+
+    lines: list[int]
+    words: Transfer
+
+    def read(self) -> tuple[tuple[int, FloatArray], ...]:
+        """Return all of them."""
+        vectors = self.words.read().view(np.float32).reshape(len(self.lines), -1)
+        return tuple(zip(self.lines, vectors, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """What some rows want of their prompts."""
+
+    prompts: PromptTables | None = None
+    embeddings: Embeddings | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Draws:
     """What was sampled, on its way.
 
@@ -143,14 +164,14 @@ class LaunchedStep:
         plan: StepPlan,
         berth: Berth,
         draws: Draws | None,
-        prompts: PromptTables | None,
+        extras: Extras,
         refused: BoolArray,
         finish: Callable[[StepPlan, LongArray, IntArray, IntArray], None],
     ) -> None:
         self._plan = plan
         self._berth = berth
         self._draws = draws
-        self._prompts = prompts
+        self._extras = extras
         self._refused = refused
         self._finish = finish
         self._result: StepResult | None = None
@@ -164,7 +185,7 @@ class LaunchedStep:
 
     def _read(self) -> StepResult:
         milliseconds = self._berth.wait()
-        plan, draws, prompts = self._plan, self._draws, self._prompts
+        plan, draws, prompts = self._plan, self._draws, self._extras.prompts
         count = len(plan)
         tokens, status = np.zeros(count, np.int32), np.zeros(count, np.int32)
         sampled = np.zeros(count, np.bool_)
@@ -188,6 +209,7 @@ class LaunchedStep:
             None if prompts is None else prompts.counts,
             None if prompts is None else prompts.read(),
             device_ms=milliseconds,
+            embeddings=() if self._extras.embeddings is None else self._extras.embeddings.read(),
         )
 
 

@@ -56,6 +56,7 @@ class RowTable:
         processed: [slots] bool, wants logprobs of what is left after all changes.
         refused: [slots] bool, a logits processor refused its options.
         width, prompt_width: [slots] of the tables of logprobs, -1 = none.
+        embeds: [slots] bool, wants the output at the end of its prompt.
         min_len: [slots] of which position the minimum length ends.
     """
 
@@ -73,6 +74,7 @@ class RowTable:
         self.width: IntArray = np.full(slots, -1, np.int32)
         self.prompt_width: IntArray = np.full(slots, -1, np.int32)
         self.min_len: LongArray = np.zeros(slots, np.int64)
+        self.embeds = np.zeros(slots, np.bool_)
         self.setups: dict[int, RowSetup] = {}
         self.known: dict[int, Row] = {}  # rows whose tokens the host must follow
         self._epoch: LongArray = np.full(slots, -1, np.int64)
@@ -134,6 +136,7 @@ class RowTable:
         self.width[slot] = setup.logprobs if asks else -1
         self.prompt_width[slot] = setup.prompt_logprobs
         self.min_len[slot] = setup.min_len
+        self.embeds[slot] = setup.embed
         self.refused[slot] = False
         if self.special[slot]:
             row = Row(setup, self._vocab, layout.PAGE)

@@ -15,7 +15,15 @@ from slotline.plugins.triton_backend.attention import Whole
 from slotline.plugins.triton_backend.decoder import Decoder
 from slotline.plugins.triton_backend.graphs import StepGraphs, size_for
 from slotline.plugins.triton_backend.inputs import all_single, leading_singles
-from slotline.plugins.triton_backend.results import Berth, Draws, LaunchedStep, PromptTables, Transfer
+from slotline.plugins.triton_backend.results import (
+    Berth,
+    Draws,
+    Embeddings,
+    Extras,
+    LaunchedStep,
+    PromptTables,
+    Transfer,
+)
 from slotline.plugins.triton_backend.rows import RowTable, columns_to_device, to_device
 from slotline.plugins.triton_backend.sampling import COLUMNS, TABLED, WIDE, Kind, Wishes, choose_special, pack
 
@@ -24,7 +32,11 @@ LONG = 1024  # tokens of a chunk from which on library attention is faster than 
 
 
 class Runner:
-    """Everything that a loaded backend holds."""
+    """Everything that a loaded backend holds.
+
+    Attributes:
+        padded_tokens: positions computed for nothing so far.
+    """
 
     def __init__(
         self, decoder: Decoder, rows: RowTable, graphs: StepGraphs, processors: Processors, vocab: int
@@ -36,6 +48,7 @@ class Runner:
         self._columns = min(COLUMNS, vocab)
         self._wide = min(WIDE, vocab)
         self._device = rows.state.device
+        self.padded_tokens = 0
         self._berths: list[Berth] = []
         self._unread: deque[LaunchedStep] = deque(maxlen=2)
 
@@ -46,15 +59,15 @@ class Runner:
         self.rows.apply(plan)
         lines = np.flatnonzero(plan.sample)
         wishes = self._wishes(plan, lines)
-        prompts, draws = None, None
+        extras, draws = Extras(), None
         if wishes is not None and not self._is_slow(wishes) and all_single(plan):
             draws = self._decode(plan, lines, wishes, berth)
         else:
-            prompts = self._forward(plan, berth)
+            extras = self._forward(plan, berth)
             if wishes is not None:
                 draws = self._sample(lines, wishes, berth)
         berth.stop()
-        step = LaunchedStep(plan, berth, draws, prompts, self.rows.refused[plan.rows], self._finish)
+        step = LaunchedStep(plan, berth, draws, extras, self.rows.refused[plan.rows], self._finish)
         self._unread.append(step)
         return step
 
@@ -110,36 +123,52 @@ class Runner:
         graphs, kind = self._graphs, self._kind(wishes)
         size = size_for(len(plan), graphs.decode_sizes)
         assert size is not None, "a plan has more rows than there are slots"
+        self.padded_tokens += size - len(plan)
         berth.send(graphs.single_words(size, plan), graphs.inputs)
         berth.receive(graphs.step(size, kind))
         return self._draws(lines, wishes, size, kind)
 
-    def _forward(self, plan: StepPlan, berth: Berth) -> PromptTables | None:
-        """Compute any rows up to the outputs that sampling rows take, and logprobs of prompts."""
+    def _forward(self, plan: StepPlan, berth: Berth) -> Extras:
+        """Compute any rows up to the outputs that sampling rows take, and what is wanted of prompts."""
         graphs = self._graphs
         scores = bool((self.rows.prompt_width[plan.rows] >= 0).any())
-        size = None if scores else size_for(plan.num_tokens, graphs.token_sizes)
-        if size is not None:
-            berth.send(graphs.words(graphs.layout(size, chunks=True), plan), graphs.inputs)
-            graphs.forward(size)
-            return None
-        return self._forward_at_once(plan, scores=scores)
+        embeds = self._embedding_lines(plan)
+        size = None if scores or embeds else size_for(plan.num_tokens, graphs.token_sizes)
+        if size is None:
+            return self._forward_at_once(plan, scores=scores, embeds=embeds)
+        self.padded_tokens += size - plan.num_tokens
+        berth.send(graphs.words(graphs.layout(size, chunks=True), plan), graphs.inputs)
+        graphs.forward(size)
+        return Extras()
 
-    def _forward_at_once(self, plan: StepPlan, *, scores: bool) -> PromptTables | None:
+    def _forward_at_once(self, plan: StepPlan, *, scores: bool, embeds: list[int]) -> Extras:
         """Do what `_forward` does without a recording."""
         graphs, wholes = self._graphs, self._wholes(plan)
         layout = graphs.layout(-(-plan.num_tokens // graphs.round) * graphs.round, chunks=True)
+        self.padded_tokens += layout.tokens - plan.num_tokens
         uploaded = to_device(graphs.words(layout, plan, list(wholes)), self._device)
         columns, head = layout.split(uploaded), graphs.head_words
         graphs.inputs[:head].copy_(uploaded[:head])
         singles = 0 if self._decoder.exact else leading_singles(plan.count)
         lines = (size_for(singles, graphs.decode_sizes) or 0) if singles else 0
-        if not scores:
+        if not (scores or embeds):
             graphs.picked.copy_(self._decoder.picked(columns, lines, tuple(wholes.values())))
-            return None
+            return Extras()
         hidden = self._decoder.hidden(columns, lines, tuple(wholes.values()))
         torch.index_select(hidden, 0, columns.picks, out=graphs.picked)
-        return self._score_prompts(plan, hidden)
+        return Extras(
+            self._score_prompts(plan, hidden) if scores else None, self._embed(plan, hidden, embeds) if embeds else None
+        )
+
+    def _embedding_lines(self, plan: StepPlan) -> list[int]:
+        """Return the lines of rows that are embedded and reach the end of their prompt."""
+        asked = np.flatnonzero(self.rows.embeds[plan.rows]).tolist()
+        ends = plan.start + plan.count
+        return [i for i in asked if ends[i] == self.rows.setups[int(plan.rows[i])].prompt_len]
+
+    def _embed(self, plan: StepPlan, hidden: Tensor, lines: list[int]) -> Embeddings:
+        (places,) = columns_to_device(self._device, np.cumsum(plan.count)[lines] - 1)
+        return Embeddings(lines, Transfer(hidden.index_select(0, places).float().view(torch.int32).flatten()))
 
     def _sample(self, lines: LongArray, wishes: Wishes, berth: Berth) -> Draws:
         """Sample from the outputs that were picked."""
