@@ -146,7 +146,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=LOADS[:3])
-    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES[:2], help="transformers runs in any case")
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES[:2], help="beside transformers")
     parser.add_argument("--threads", nargs="+", type=int, default=THREADS)
     parser.add_argument("--llama-python", help="an interpreter with llama-cpp-python")
     parser.add_argument("--out", type=Path, default=RESULTS)
