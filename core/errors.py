@@ -73,6 +73,12 @@ class ModelNotFound(ModelError):
     code = "model_not_found"
 
 
+class UnsupportedModel(ModelError):
+    """The backend cannot run models of this kind; another one may. With backend "auto", the next best is taken."""
+
+    code = "unsupported_model"
+
+
 class DownloadError(ModelError):
     """A source knows the model but cannot fetch or verify it."""
 

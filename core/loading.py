@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -11,9 +12,11 @@ import anyio.to_thread
 
 from slotline.backend import Backend, BackendEntry, BackendInfo
 from slotline.config import EngineConfig
-from slotline.errors import ConfigError, ModelNotFound
+from slotline.errors import ConfigError, ModelNotFound, UnsupportedModel
 from slotline.manager import PluginManager
 from slotline.model import Model
+
+log = logging.getLogger("slotline")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +41,19 @@ async def load(
     Raises:
         ConfigError, PluginError, ModelError: with one sentence that says what to do.
     """
-    plugins, entry, model = await anyio.to_thread.run_sync(_prepare, config, manager)
+    plugins, entries, model = await anyio.to_thread.run_sync(_prepare, config, manager)
 
     def make() -> tuple[Backend, BackendInfo]:
+        while True:
+            try:
+                return make_one(entries[0])
+            except UnsupportedModel as error:
+                if len(entries) == 1:
+                    raise
+                log.warning("backend %s: %s; taking backend %s", entries[0].name, error, entries[1].name)
+                del entries[0]  # a restart need not try it again
+
+    def make_one(entry: BackendEntry) -> tuple[Backend, BackendInfo]:
         backend = entry.create()
         if hasattr(backend, "processors"):  # backends that run plugin ops get the factories before they load
             backend.processors = plugins.registry("logits_processors")
@@ -52,15 +65,15 @@ async def load(
             raise
 
     backend, info = await asyncio.get_running_loop().run_in_executor(thread, make)
-    return Loaded(config.with_options(backend=entry.name), plugins, model, backend, info), lambda: make()[0]
+    return Loaded(config.with_options(backend=entries[0].name), plugins, model, backend, info), lambda: make()[0]
 
 
-def _prepare(config: EngineConfig, manager: PluginManager | None) -> tuple[PluginManager, BackendEntry, Model]:
+def _prepare(config: EngineConfig, manager: PluginManager | None) -> tuple[PluginManager, list[BackendEntry], Model]:
     """Do what reads files: plugins and the model; blocks."""
     if manager is None:
         manager = PluginManager(config.plugins)
-    entry = manager.backend(config.backend)
-    return manager, entry, open_model(config, manager, entry)
+    entries = manager.backends(config.backend)
+    return manager, entries, open_model(config, manager, entries[0])
 
 
 def open_model(config: EngineConfig, manager: PluginManager, entry: BackendEntry) -> Model:

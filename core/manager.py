@@ -149,14 +149,22 @@ class PluginManager:
         Raises:
             ConfigError: it is unknown or cannot run here, and why.
         """
+        return self.backends(name)[0]
+
+    def backends(self, name: str) -> list[BackendEntry]:
+        """Return what may be tried for that name, the best first: one, or for "auto" all that can run here.
+
+        Raises:
+            ConfigError: there is none, and why.
+        """
         entries: Mapping[str, BackendEntry] = self.registry("backends")
         if name == "auto":
-            return _best(entries.values())
+            return _runnable(entries.values())
         if name not in entries:
             raise ConfigError(f"backend is {name!r}; there is no such backend{_closest(name, entries)}")
         if reason := entries[name].unavailable():
             raise ConfigError(f"backend {name!r} cannot run here: {reason}")
-        return entries[name]
+        return [entries[name]]
 
     def close(self) -> None:
         """Unregister every plugin; idempotent."""
@@ -248,15 +256,18 @@ def _normal(distribution: str) -> str:
     return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
-def _best(entries: Iterable[BackendEntry]) -> BackendEntry:
-    reasons = []
+def _runnable(entries: Iterable[BackendEntry]) -> list[BackendEntry]:
+    found, reasons = [], []
     for entry in sorted(entries, key=lambda e: e.auto_priority or 0, reverse=True):
         if entry.auto_priority is None:
             continue
         reason = entry.unavailable()
-        if not reason:
-            return entry
-        reasons.append(f"{entry.name}: {reason}")
+        if reason:
+            reasons.append(f"{entry.name}: {reason}")
+        else:
+            found.append(entry)
+    if found:
+        return found
     raise ConfigError(f"no backend can run here ({'; '.join(reasons) or 'none is installed'}); name one with backend")
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from slotline.errors import CheckpointError, ModelError
+from slotline.errors import UnsupportedModel
 from slotline.kernels.gate import gate
 from slotline.kernels.gemm import gemm
 from slotline.kernels.gemv import gemv
@@ -128,11 +128,15 @@ def load_weights(
 def _check(config: DecoderConfig) -> None:
     if config.hidden_act not in ACTIVATIONS:
         known = ", ".join(sorted(ACTIVATIONS))
-        raise CheckpointError(f"hidden_act is {config.hidden_act!r}; backend triton knows {known}; use backend torch")
+        raise UnsupportedModel(f"hidden_act is {config.hidden_act!r}; backend triton knows {known}; use backend torch")
     if config.rotary_dim not in (None, config.head_dim):
-        raise ModelError("the model turns a part of each head only, which backend triton has not; use backend torch")
+        raise UnsupportedModel(
+            "the model turns a part of each head, which backend triton cannot; use backend torch"
+        )
     if any(kind.rope.dynamic_from for kind in config.layer_kinds):
-        raise ModelError("the model scales its rotation by length, which backend triton has not; use backend torch")
+        raise UnsupportedModel(
+            "the model scales its rotation by length, which backend triton cannot; use backend torch"
+        )
 
 
 def _angles(config: DecoderConfig, kind: int, positions: int, device: torch.device) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -23,6 +24,7 @@ from slotline.errors import (
     QueueFull,
     RequestAborted,
     StepFailed,
+    UnsupportedModel,
     UnsupportedParameter,
 )
 from slotline.hookspecs import hookimpl
@@ -64,6 +66,36 @@ class SimPlugin:
     @hookimpl
     def slotline_observe_request(self, event: RequestEvent) -> None:
         self.events.append(event)
+
+
+class PickyBackend(SimBackend):
+    """Runs no model of this kind."""
+
+    def load(self, config, model):
+        raise UnsupportedModel("it turns the wrong way")
+
+
+@pytest.mark.parametrize("name", ["auto", "picky"])
+async def test_auto_takes_the_next_best_where_a_backend_cannot_run_the_model(name, caplog) -> None:
+    class Plugin:
+        @hookimpl
+        def slotline_register_backends(self, register: Callable[[BackendEntry], None]) -> None:
+            entry = BackendEntry(name="picky", create=PickyBackend, open_model=open_model, auto_priority=99)
+            register(entry)
+            register(replace(entry, name="plain", create=SimBackend, auto_priority=98))
+
+    manager = PluginManager("")
+    manager.register(Plugin(), "both")
+    opening = slotline.Engine.open("sim", backend=name, manager=manager)
+    if name == "picky":
+        with pytest.raises(UnsupportedModel, match="wrong way"):
+            async with opening:
+                pass
+        return
+    async with opening as engine:
+        assert engine.config.backend == "plain"
+        assert len((await engine.generate([1, 2, 3], SamplingParams(max_tokens=2, ignore_eos=True))).token_ids) == 2
+    assert "picky: it turns the wrong way; taking backend plain" in caplog.text
 
 
 @asynccontextmanager
