@@ -221,22 +221,3 @@ def test_prefill_attention(dtype, shape, window, soft_cap, chunks, device):
     prefill_attention(q, k, v, tables, dataclasses.replace(tiles, **more), **options, out=into)
     assert torch.equal(into, ours), "a tile of no chunk does nothing"
     near(prefill_attention(q, k, v, tables, tiles, **options, alike=True), expected, 2)
-
-
-@pytest.mark.gpu  # the interpreter's products come from a library that minds where in a tile a row lies
-@pytest.mark.parametrize(("dtype", "window"), [(torch.bfloat16, 0), (torch.float16, 0), (torch.bfloat16, 150)])
-def test_a_query_comes_out_the_same_in_any_chunk(dtype, window, device):
-    """Bitwise, if it is asked for: in one chunk, in chunks that begin within pages, and alone."""
-    length, dim = 330, 128
-    k, v, tables = pages_for([length], 2, dim, dtype, device)
-    q = draw(length, 8, dim, dtype=dtype, device=device, seed=4)
-    options = {"scale": dim**-0.5, "window": window, "alike": True}
-
-    def run(start, count):
-        return prefill_attention(
-            q[start : start + count].contiguous(), k, v, tables, list_tiles([start], [count], [0], device), **options
-        )
-
-    whole = run(0, length)
-    for start, count in ((0, 70), (70, 130), (200, 130), (64, 200), (129, 1), (0, 1), (329, 1)):
-        assert torch.equal(run(start, count), whole[start : start + count]), (start, count)

@@ -1,5 +1,7 @@
 """The row state: single words written, looked up for tokens and for sampling, and changed by what came out."""
 
+import os
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from slotline.kernels.reference import token_inputs as inputs_reference
 from slotline.kernels.reference import write_words as write_reference
 from slotline.plan import Status
 
+pytestmark = [] if os.environ.get("TRITON_INTERPRET") == "1" else pytest.mark.gpu
 SLOTS, PAGES = 9, 6
 
 
