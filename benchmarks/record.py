@@ -22,7 +22,7 @@ def keep(rows: Sequence[dict], name: str, folder: Path = RESULTS) -> Path:
     commit = _git("rev-parse", "--short", "HEAD") or "unknown"
     now = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
     record = {
-        "command": " ".join(["python", os.path.relpath(sys.argv[0], REPO), *map(_without_place, sys.argv[1:])]),
+        "command": " ".join(["python", _program(), *map(_without_place, sys.argv[1:])]),
         "utc": now,
         "commit": commit,
         "modified_files": [line[3:] for line in _git("status", "--porcelain").splitlines()],
@@ -46,6 +46,12 @@ def machine() -> dict[str, object]:
         if torch.cuda.is_available():
             found["gpu"] = torch.cuda.get_device_name()
     return found
+
+
+def _program() -> str:
+    """Return the script that runs, as seen from the checkout, or the module."""
+    script = Path(sys.argv[0])
+    return f"-m {script.parent.name}" if script.name == "__main__.py" else os.path.relpath(script, REPO)
 
 
 def _without_place(argument: str) -> str:
