@@ -130,9 +130,7 @@ def _check(config: DecoderConfig) -> None:
         known = ", ".join(sorted(ACTIVATIONS))
         raise UnsupportedModel(f"hidden_act is {config.hidden_act!r}; backend triton knows {known}; use backend torch")
     if config.rotary_dim not in (None, config.head_dim):
-        raise UnsupportedModel(
-            "the model turns a part of each head, which backend triton cannot; use backend torch"
-        )
+        raise UnsupportedModel("the model turns a part of each head, which backend triton cannot; use backend torch")
     if any(kind.rope.dynamic_from for kind in config.layer_kinds):
         raise UnsupportedModel(
             "the model scales its rotation by length, which backend triton cannot; use backend torch"
