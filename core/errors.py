@@ -7,6 +7,7 @@
     ├── PluginError               a plugin or hook is wrong
     ├── ModelError                a model cannot be opened
     │   ├── ModelNotFound         no source knows the name
+    │   ├── UnsupportedModel      the backend cannot run models of this kind
     │   ├── DownloadError         a source knows it but cannot fetch it
     │   ├── CheckpointError       files are missing, truncated or do not fit together
     │   └── TokenizerError        the tokenizer is missing or unusable
