@@ -1,7 +1,7 @@
 """TritonBackend: the Backend protocol on Triton kernels and library products.
 
-Requests that ask for what the recorded steps do not have (bias, penalties, processors, masks, wide tables of logprobs)
-are sampled step by step, with the torch backend's code for the first four.
+Requests that ask for what the recorded steps do not have (lists of tokens, processors, masks, wide or processed tables
+of logprobs) are sampled step by step, with the torch backend's code for the first three.
 """
 
 from __future__ import annotations

@@ -146,13 +146,9 @@ def choose_special(
     words += _table(raw, wishes.raw, tokens, wishes.columns)
     if (wishes.processed >= 0).any():
         lines = to_device(_lines(wishes.processed), logits.device)
-        _drop(logits, lines, settings, drawn.cut_keys, drawn.cut_ids)
+        drop_rest(logits, lines, settings.temperature, drawn.cut_keys, drawn.cut_ids)
     words += _table(logits, wishes.processed, tokens, wishes.columns)
     return torch.cat(words)
-
-
-def _drop(logits: Tensor, lines: Tensor, settings: RowSettings, keys: Tensor, ids: Tensor) -> None:
-    drop_rest(logits, lines, settings.temperature, keys, ids)
 
 
 def _lines(widths: IntArray) -> IntArray:
