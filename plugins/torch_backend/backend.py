@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from slotline.backend import ALL_PARAMS, BackendInfo, Capabilities
+from slotline.backend import ALL_PARAMS, BackendInfo, Capabilities, StepHandle
 from slotline.config import EngineConfig
 from slotline.errors import ConfigError, ModelError
 from slotline.model import Model
+from slotline.plan import StepPlan
 from slotline.plugins.torch_backend.attention import AttentionPlanner, Heads
 from slotline.plugins.torch_backend.decoder import Decoder
 from slotline.plugins.torch_backend.linear import QUANTIZED
@@ -25,24 +27,32 @@ from slotline.plugins.torch_backend.memory import (
 from slotline.plugins.torch_backend.processing import Processors
 from slotline.plugins.torch_backend.rotation import dynamic_from
 from slotline.plugins.torch_backend.sampler import Sampler
-from slotline.plugins.torch_backend.step import Runner, RunnerBackend
+from slotline.plugins.torch_backend.step import Runner, run_step
 from slotline.plugins.torch_backend.weights import load_weights
 
 if TYPE_CHECKING:
     from slotline.plugins.models.checkpoint import Checkpoint
     from slotline.plugins.models.decoder import DecoderConfig
+    from slotline.plugins.processors import ProcessorFactory
 
 CPU_BATCH_TOKENS = 512  # a longer step would keep rows that decode waiting for most of a second
 GPU_BATCH_TOKENS = 8192
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class TorchBackend(RunnerBackend):
+class TorchBackend:
     """Run a decoder with PyTorch operators alone, on a CPU or a CUDA GPU.
 
     With ``deterministic=True`` each row's tokens and log-probabilities are bitwise the same in any
     company, however its prompt is chunked, preempted or cached.
+
+    Attributes:
+        processors: logits processors by name; the engine fills it in before ``load``.
     """
+
+    def __init__(self) -> None:
+        self.processors: Mapping[str, ProcessorFactory] = {}
+        self._runner: Runner | None = None
 
     @property
     def capabilities(self) -> Capabilities:
@@ -79,6 +89,23 @@ class TorchBackend(RunnerBackend):
         with torch.inference_mode():
             self._runner = self._build(config, model, device, dtype)
         return self._runner.info
+
+    def launch(self, plan: StepPlan) -> StepHandle:
+        """Run a step. What it raises comes out of the handle's ``result``."""
+        return run_step(self._loaded(), plan)
+
+    def release(self, rows: Sequence[int]) -> None:
+        """Forget rows that ended."""
+        self._loaded().release(rows)
+
+    def close(self) -> None:
+        """Free everything; idempotent."""
+        self._runner = None
+
+    def _loaded(self) -> Runner:
+        if self._runner is None:
+            raise RuntimeError("the backend is not loaded, or closed")
+        return self._runner
 
     def _build(self, config: EngineConfig, model: Model, device: torch.device, dtype: torch.dtype) -> Runner:
         checkpoint: Checkpoint = model.checkpoint

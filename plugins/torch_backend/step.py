@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -28,9 +28,6 @@ from slotline.plugins.torch_backend.logprobs import merge, tabulate
 from slotline.plugins.torch_backend.processing import Processors
 from slotline.plugins.torch_backend.rows import Row
 from slotline.plugins.torch_backend.sampler import Sampled, Sampler
-
-if TYPE_CHECKING:
-    from slotline.plugins.processors import ProcessorFactory
 
 PROMPT_CHUNK = 256  # prompt positions whose logits exist at the same time
 
@@ -335,32 +332,3 @@ def run_step(runner: Runner, plan: StepPlan) -> StepHandle:
             return _Done(runner.run(plan, began))
     except Exception as error:
         return Failed(error)
-
-
-class RunnerBackend:
-    """What a backend whose steps a Runner computes has in common with others.
-
-    Attributes:
-        processors: logits processors by name; the engine fills it in before ``load``.
-    """
-
-    def __init__(self) -> None:
-        self.processors: Mapping[str, ProcessorFactory] = {}
-        self._runner: Runner | None = None
-
-    def launch(self, plan: StepPlan) -> StepHandle:
-        """Run a step. What it raises comes out of the handle's ``result``."""
-        return run_step(self._loaded(), plan)
-
-    def release(self, rows: Sequence[int]) -> None:
-        """Forget rows that ended."""
-        self._loaded().release(rows)
-
-    def close(self) -> None:
-        """Free everything; idempotent."""
-        self._runner = None
-
-    def _loaded(self) -> Runner:
-        if self._runner is None:
-            raise RuntimeError("the backend is not loaded, or closed")
-        return self._runner
