@@ -8,6 +8,7 @@ before anybody reads what N said.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import deque
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 log = logging.getLogger("slotline")
+
+QUIET = 1.0  # seconds without work before the books are checked: it takes milliseconds, which a reader would wait for
 
 
 class EngineCore:
@@ -78,6 +81,7 @@ class EngineCore:
         self._stall_timeout = config.stall_timeout
         self._last_progress = time.monotonic()
         self._failed_before = False  # the step before failed too
+        self._checked = True  # no step since the books were checked
 
     # --- for clients ------------------------------------------------------------------
 
@@ -175,6 +179,7 @@ class EngineCore:
             self.scheduler.apply(plan)
             if not self._launched:
                 self._last_progress = time.monotonic()
+            self._checked = False
             now = time.perf_counter()
             self._launched.append((self._thread.submit(self._launch, plan), now))
             seats = self.scheduler.rows.slots.seq_id
@@ -186,14 +191,19 @@ class EngineCore:
         return self.backend.launch(plan)
 
     async def _rest(self) -> None:
-        """Wait for work; check the books first, and let the backend forget rows that ended."""
-        if self.scheduler.idle:
-            self.scheduler.check_integrity()
+        """Wait for work; let the backend forget rows that ended, and check the books when it stays quiet."""
         ended = self.scheduler.take_ended()
         if ended:
             self._thread.submit(self.backend.release, ended)
         self._meter.rest()
         self._wake.clear()
+        if not self._checked and self.scheduler.idle:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(QUIET):
+                    await self._wake.wait()
+                    return
+            self.scheduler.check_integrity()
+            self._checked = True
         await self._wake.wait()
 
     def _take_in(self, result: StepResult, since: float) -> OutputBatch:

@@ -36,7 +36,8 @@ class Recording(Generic[T]):
             function()
         stream.synchronize()
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool, stream=stream):
+        # Only this thread must not wait meanwhile: others of the host's program are free to use the device.
+        with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             self._out = function()
 
     def __call__(self) -> T:

@@ -491,6 +491,27 @@ async def test_two_failures_in_a_row_end_the_engine() -> None:
             await engine.generate("x")
 
 
+async def test_books_that_do_not_balance_end_the_engine_once_it_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slotline.loop, "QUIET", 0.01)
+    async with opened(SimBackend) as (engine, _):
+        core = engine._client.core
+        looked = asyncio.Event()
+        check = core.scheduler.check_integrity
+
+        def fail() -> None:
+            looked.set()
+            check()
+            raise AssertionError("a block is lost")
+
+        monkeypatch.setattr(core.scheduler, "check_integrity", fail)
+        await engine.generate("x", SamplingParams(max_tokens=2))
+        assert not looked.is_set(), "the answer waited for the check"
+        await asyncio.wait_for(looked.wait(), 10)
+        with pytest.raises(EngineUnhealthy, match="a block is lost"):
+            await engine.generate("x")
+        monkeypatch.undo()
+
+
 @both_depths
 async def test_a_row_without_finite_logits_fails_alone(depth: int) -> None:
     bad, good = "nan", "fine"
