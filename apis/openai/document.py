@@ -83,7 +83,7 @@ def _posts(engine: Engine, names: Sequence[str]) -> dict[str, Any]:
     turns = _interactive(InteractiveBody, fields, engine)
     embed = {"input": fields["prompt"], "encoding_format": {"type": "string", "enum": ["float", "base64"]}}
     embed["dimensions"] = integer(1)
-    return {
+    posts = {
         "/v1/chat/completions": _post("Answer a conversation", chat, "ChatCompletion", "text/event-stream"),
         "/v1/completions": _post("Continue texts or token ids", text, "Completion", "text/event-stream"),
         "/v1/embeddings": _post("Embed texts", body_schema(EmbeddingBody, fields, engine, **embed), "Embeddings"),
@@ -94,6 +94,25 @@ def _posts(engine: Engine, names: Sequence[str]) -> dict[str, Any]:
             "Show the text of tokens", body_schema(DetokenizeBody, fields, engine, **detokenize), "Text"
         ),
         "/abort": _post("End an answer", _abort(fields, engine), "Aborted"),
+    }
+    for path, example in _examples(names[0]).items():
+        posts[path]["post"]["requestBody"]["content"]["application/json"]["example"] = example
+    return posts
+
+
+def _examples(model: str) -> dict[str, Any]:
+    """Return a short request of each kind; a page that makes one up from the schema asks for everything at once."""
+    messages = [{"role": "user", "content": "Name three rivers."}]
+    turn = {"prompt": "Name three rivers.", "session_id": 1, "request_output_len": 16}
+    return {
+        "/v1/chat/completions": {"model": model, "messages": messages, "max_tokens": 16},
+        "/v1/completions": {"model": model, "prompt": "Once upon a time", "max_tokens": 16},
+        "/v1/embeddings": {"model": model, "input": "Once upon a time"},
+        "/v1/chat/interactive": turn,
+        "/generate": turn,
+        "/tokenize": {"prompt": "Once upon a time"},
+        "/detokenize": {"tokens": [72, 105]},
+        "/abort": {"request_id": "the-id-of-a-request"},
     }
 
 
@@ -117,7 +136,8 @@ def _abort(fields: Mapping[str, Schema], engine: Engine) -> Schema:
 def _interactive(body: type[InteractiveBody], fields: Mapping[str, Schema], engine: Engine) -> Schema:
     flags = ("cancel", "interactive_mode", "renew_session", "sequence_end", "sequence_start")
     own = {name: FLAG for name in flags} | {"session_id": integer(), "request_output_len": integer(0)}
-    stop = either(*fields["stop"]["anyOf"][:2], FLAG)
+    one, several, _ = fields["stop"]["anyOf"]
+    stop = either({**one, "minLength": 0}, several, FLAG)  # "" is none, too
     return body_schema(body, fields, engine, prompt=MESSAGES, stop=stop, **own)
 
 
@@ -137,7 +157,7 @@ def _gets() -> dict[str, Any]:
 def _post(summary: str, body: Schema, answer: str, streamed: str | None = None) -> dict[str, Any]:
     good = _answer(answer)
     if streamed is not None:
-        good["content"][streamed] = {"schema": TEXT}
+        good["content"][streamed] = {}  # some tools take a schema here for the body's, some for that of an event
     operation = {
         "summary": summary,
         "parameters": [REQUEST_ID],
