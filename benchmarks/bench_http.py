@@ -2,12 +2,12 @@
 
 Loads: `sse`, server-sent events of one token each over 64 streams (counted as events: a server that
 joins tokens has fewer); `whole`, requests of 16 tokens that are not streamed, over 64 connections;
-`first`, the time to the first chunk of a new request while 64 streams run at 100 tokens a second.
+`first`, the time to the first chunk of a new request while 64 streams run at 100 tokens a second, each at
+its own pace. `alone` times the same with no HTTP: the engine in a process where the streams are read
+directly. HTTP's share is the difference.
 
-A new request joins the step after the one that runs, so with steps of 10 ms its first token is 15 ms
-away on average, in any server. `alone` times just that, with no HTTP: the same engine in a process
-where the streams are read directly. HTTP's share is the difference. `short` has as many events a second
-from 13 streams in steps of 2 ms, where the engine's part is small.
+In `lockstep` the 64 streams share steps of 10 ms. A new request joins the step after the one that runs, so
+its first token is 15 ms away on average, in any server.
 
 The server has one core and the generator another, where the system lets processes be pinned.
 
@@ -36,8 +36,10 @@ import slotline
 STREAMS = 64
 TOKENS = 4000  # of a stream; it begins again when it ends
 PROBES = 200
-PACED = {"first": (64, 0.01), "alone": (64, 0.01), "short": (13, 0.0016)}  # streams, seconds a step
-AIMS = {"sse": ">= 20000", "whole": ">= 1500", "first": "< 5 beyond `alone`", "short": "< 5", "alone": "none"}
+RATE = {"echo_rate": 100.0, "pipeline_depth": 1}
+STEPS = {"echo_delay": 0.01, "pipeline_depth": 1}
+PACED = {"first": (64, RATE), "alone": (64, RATE), "lockstep": (64, STEPS)}  # streams, and options of the engine
+AIMS = {"sse": ">= 20000", "whole": ">= 1500", "first": "< 5", "lockstep": "none", "alone": "none"}
 
 
 def request(tokens: int, *, stream: bool, prompt: str = "a prompt of forty characters, more or less") -> bytes:
@@ -147,9 +149,8 @@ async def first(port: int, streams: int) -> dict:
 
 async def alone() -> dict:
     """Time the first tokens of new requests in an engine without HTTP, read in its own process."""
-    streams, delay = PACED["alone"]
-    options = {"backend": "echo", "max_slots": 128, "echo_delay": delay, "pipeline_depth": 1}
-    async with slotline.Engine.open("echo", **options) as engine:
+    streams, options = PACED["alone"]
+    async with slotline.Engine.open("echo", backend="echo", max_slots=128, **options) as engine:
         prompt = "a prompt of forty characters, more or less"
         long = slotline.SamplingParams(max_tokens=30_000, ignore_eos=True)
 
@@ -207,7 +208,8 @@ def one(load: str, workers: int, seconds: float, *, pin: bool) -> dict:
     apart = pin and len(cores) > 1 and shutil.which("taskset") is not None
     if load == "alone":
         return {"load": load, "workers": workers, **uvloop.run(alone()), "load_average": os.getloadavg()[0]}
-    options = ("--echo-delay", str(PACED[load][1]), "--pipeline-depth", "1") if load in PACED else ()
+    paced = PACED[load][1] if load in PACED else {}
+    options = [word for name, value in paced.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     server = Server(workers, cores[:1] if apart and not workers else [], *options)
     try:
         command = [sys.executable, __file__, "--generate", load, "--port", str(server.port), "--seconds", str(seconds)]
@@ -228,7 +230,7 @@ def main() -> None:
     """Print a line a run, and the medians."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workers", default="0,2", help="values of --api-workers")
-    parser.add_argument("--loads", default="sse,whole,alone,first,short")
+    parser.add_argument("--loads", default="sse,whole,alone,first,lockstep")
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--no-pin", action="store_true")

@@ -139,11 +139,11 @@ class Cache:
 
 def attention(shape: Shape, rows: int, context: int) -> Iterator[Case]:
     """Yield attention of one token a row, and what prepares it once a step."""
-    from slotline.kernels.paged_attention import list_splits, paged_attention, split_for
+    from slotline.kernels.paged_attention import cut_for, list_splits, paged_attention
 
     cache = Cache(shape, rows, context)
-    split, most = split_for(rows)
-    prepare = lambda: list_splits(cache.lengths, rows * most, 0, split, most, cache.rows)  # noqa: E731
+    cut = cut_for(rows, shape.kv_heads)
+    prepare = lambda: list_splits(cache.lengths, cut.capacity(rows, context), 0, cut, cache.rows)  # noqa: E731
     yield Case("list_splits", [prepare] * 8, 0.0)
     work = prepare()
     q = draw(rows, shape.heads, shape.dim)
@@ -201,15 +201,15 @@ class Step:
         from slotline.kernels.gate import gate
         from slotline.kernels.gemv import gemv
         from slotline.kernels.norm_gemv import norm_gemv
-        from slotline.kernels.paged_attention import list_splits, split_for
+        from slotline.kernels.paged_attention import cut_for, list_splits
         from slotline.kernels.rms_norm import rms_norm
         from slotline.kernels.skinny_gemm import pays, skinny_gemm
 
         product = gemv if len(self.x) == 1 else skinny_gemm
         gated = product is gemv or pays(len(self.x), self.shape.inner, self.shape.hidden, gated=True)
-        split, most = split_for(len(self.x))
+        cut = cut_for(len(self.x), self.shape.kv_heads)
         c = self.cache
-        work = list_splits(c.lengths, len(self.x) * most, 0, split, most, c.rows)
+        work = list_splits(c.lengths, cut.capacity(len(self.x), PAGE * c.tables.shape[1]), 0, cut, c.rows)
         x, residual = torch.zeros_like(self.x), self.x.clone()
         for layer, pages in zip(self.layers, c.sets, strict=True):
             on = {"dependent": dependent}

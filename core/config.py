@@ -56,7 +56,8 @@ class EngineConfig:
     quantization: str | None = option(None, "weight quantization, where the backend has it")
     trust_pickle: bool = option(False, "allow .bin checkpoints (loaded weights_only)")
     stall_timeout: float = option(120.0, "seconds without the result of a step after which the engine counts as wedged")
-    echo_delay: float = option(0.0, "seconds between the tokens of a row in the echo backend")
+    echo_delay: float = option(0.0, "seconds that each step of the echo backend takes, for all rows together")
+    echo_rate: float = option(0.0, "tokens a second of each row in the echo backend, at its own pace; 0 = no limit")
     plugins: str | None = option(None, "plugin packages to load: unset = all, empty = built-ins only, or a list")
 
     def __post_init__(self) -> None:
@@ -148,6 +149,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "threads": (_is_int(1, 1024), "an integer from 1 to 1024"),
     "stall_timeout": (_is_number(0.01, 86400), "a number of seconds from 0.01 to 86400"),
     "echo_delay": (_is_number(0, 60), "a number from 0 to 60"),
+    "echo_rate": (_is_number(0, 1e6), "a number from 0 to 1000000"),
     "trust_pickle": (lambda v: isinstance(v, bool), "true or false"),
 }
 

@@ -73,7 +73,7 @@ class Engine:
             self.manager.registry("logits_processors"),
         )
         self._stats = RequestStats()
-        self._processor = OutputProcessor(self._client.abort, self._first_token, self._finish, self._stats.step)
+        self._processor = OutputProcessor(self._client.abort, self._first_token, self._finish, self._stats.gap)
         self._handles: dict[str, RequestHandle] = {}
         self._observed = bool(self.manager.hook.slotline_observe_request.get_hookimpls())
         self._prompts = PromptEncoder(self.model)

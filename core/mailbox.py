@@ -30,6 +30,7 @@ class Choice:
         "first_time",
         "ids",
         "index",
+        "last_time",
         "listed",
         "prompt_columns",
         "prompt_index",
@@ -61,6 +62,7 @@ class Choice:
         self.embedding: FloatArray | None = None
         self.total = 0  # tokens so far
         self.first_time = 0.0
+        self.last_time = 0.0  # when the newest token came
 
     def expect_prompt_logprobs(self) -> None:
         """Deliver prompt positions too; the first one never has values."""

@@ -21,7 +21,7 @@ class OutputProcessor:
     Args:
         abort: tells the core to end sequences, which it may have to do for stop strings.
         on_first, on_finish: called once a request; for statistics and observers.
-        on_step: called once a step with tokens, with how many of them follow another of their sequence.
+        on_gap: called with how long after another token of their sequence tokens came, and how many did.
     """
 
     def __init__(
@@ -29,13 +29,13 @@ class OutputProcessor:
         abort: Callable[[Sequence[int]], None],
         on_first: Callable[[RequestHandle, float], None],
         on_finish: Callable[[RequestHandle, Choice], None],
-        on_step: Callable[[int, float], None] = lambda tokens, now: None,
+        on_gap: Callable[[float, int], None] = lambda seconds, tokens: None,
         clock: Clock = time.monotonic,
     ) -> None:
         self._abort = abort
         self._on_first = on_first
         self._on_finish = on_finish
-        self._on_step = on_step
+        self._on_gap = on_gap
         self._clock = clock
         self._choices: dict[int, Choice] = {}
         self._requests: dict[int, RequestHandle] = {}
@@ -81,7 +81,7 @@ class OutputProcessor:
         """Append each sequence's tokens; the loop is the per-token path of the whole engine."""
         choices, columns, position = self._choices, batch.logprobs, 0
         finish = batch.finish.tolist()
-        following = 0
+        now, since = self._clock(), dict[float, int]()
         first_column = batch.tokens[:, 0].tolist() if batch.tokens.shape[1] else []
         for k, (seq_id, token, n) in enumerate(
             zip(batch.seq_ids.tolist(), first_column, batch.n_tokens.tolist(), strict=True)
@@ -92,13 +92,15 @@ class OutputProcessor:
                 continue
             end = finish[k]
             if n:
-                following += choice.total > 0
+                if choice.total:
+                    since[choice.last_time] = since.get(choice.last_time, 0) + 1
+                choice.last_time = now
                 self._take_token(choice, token, end, columns, at)
             if end and not choice.done:
                 self._end(choice, end, token)
             choice.box.post(choice)
-        if position:
-            self._on_step(following, self._clock())
+        for before, tokens in since.items():  # most steps have one entry: all rows had a token in the step before
+            self._on_gap(now - before, tokens)
 
     def _take_token(self, choice: Choice, token: int, end: int, columns: LogprobColumns | None, at: int) -> None:
         choice.ids.append(token)

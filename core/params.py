@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from slotline.errors import InvalidParameter
@@ -89,12 +89,15 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, check(name, value))
+        self._check_lengths()
+
+    def _check_lengths(self) -> None:
         if self.min_tokens is not None and self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidParameter.of("min_tokens", self.min_tokens, f"0 to max_tokens ({self.max_tokens})")
 
     def given(self) -> frozenset[str]:
         """Return the names of the fields that differ from 'not given'."""
-        return frozenset(f.name for f in fields(self) if getattr(self, f.name) != _NEUTRAL[f.name])
+        return frozenset(name for name, neutral in _NEUTRAL.items() if getattr(self, name) != neutral)
 
     def resolved(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """Return a copy in which every numeric field has a value.
@@ -102,11 +105,15 @@ class SamplingParams:
         Args:
             defaults: the model's generation_config values, by the names used here.
         """
-        filled: dict[str, Any] = {}
-        for name, neutral in _FALLBACK.items():
-            if getattr(self, name) is None:
-                filled[name] = defaults.get(name, neutral)
-        return replace(self, **filled)
+        made = object.__new__(type(self))  # what was checked once is not checked again: it is done for every request
+        for name in _NEUTRAL:
+            value = getattr(self, name)
+            if value is None and name in _FALLBACK:
+                value = defaults.get(name, _FALLBACK[name])
+                value = value if value is None else _CHECKS[name](name, value)
+            object.__setattr__(made, name, value)
+        made._check_lengths()
+        return made
 
     @property
     def greedy(self) -> bool:

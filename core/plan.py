@@ -34,6 +34,7 @@ class Status(IntEnum):
     STOP = 1  # the sampled token is one of the row's stop ids
     NAN = 2  # no finite logits; the token is not valid
     DEAD = 3  # the row had ended on the device in an earlier step; nothing was sampled
+    WAIT = 4  # the row has no token yet; its last position is planned again
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,10 +204,15 @@ class LogprobColumns:
 class StepResult:
     """What a step gave, rows in the plan's order.
 
+    A row that was to sample may have no token yet: WAIT. It then stays where it was, and a later plan asks for
+    its last position again. A step that was launched meanwhile, to go on from the token that did not come, says
+    WAIT too; what it wrote for the row is written again. A row must not wait for ever: steps that end count as
+    progress, whatever they gave.
+
     Attributes:
         step_id, rows, epoch: as in the plan.
         tokens: [R, T] int32, T = 1 until speculation.
-        n_tokens: [R] how many of them are valid (0 where the row did not sample, or NAN, or DEAD).
+        n_tokens: [R] how many of them are valid (0 where the row did not sample, or NAN, DEAD or WAIT).
         status: [R] Status values.
         logprobs: one position per valid token, in row order; None if no row asked.
         prompt_counts: [R] prompt positions delivered per row; None if no row asked.

@@ -199,7 +199,10 @@ class Scheduler:
         assert plan.step_id == result.step_id, f"step {result.step_id} came back, {plan.step_id} was launched first"
         rows, slots = plan.rows, self.rows.slots
         live = (slots.epoch[rows] == plan.epoch) & (slots.seq_id[rows] >= 0)
+        live &= plan.start == self.rows.computed[rows]  # else it goes on from a token that did not come
         self.rows.computed[rows[live]] = (plan.start + plan.count)[live]
+        if result.status.any():
+            self._take_back(plan, live & (result.status == Status.WAIT))
         finish = self._take_tokens(result, rows, live)
         self._publish(rows[live])
         if result.prompt_counts is not None:
@@ -210,6 +213,12 @@ class Scheduler:
             self._end(self.running[int(slots.seq_id[row])])
         self.pool.complete(plan.step_id)
         return batch
+
+    def _take_back(self, plan: StepPlan, waits: BoolArray) -> None:
+        """Let rows that have no token yet compute their last position again; nothing launched after it counts."""
+        table, at = self.rows, plan.rows[waits]
+        table.computed[at] = table.launched[at] = (plan.start + plan.count)[waits] - 1
+        table.predicted[at] = table.known[at]
 
     def _take_tokens(self, result: StepResult, rows: IntArray, live: BoolArray) -> IntArray:
         """Append sampled tokens and return [R] how each row ends with this step (0 = it goes on)."""

@@ -228,7 +228,6 @@ class RequestStats:
     def __init__(self) -> None:
         self.finished = {"stop": 0, "length": 0, "abort": 0, "error": 0}
         self.requests = 0
-        self._last_step = 0.0
         self.prompt_tokens = 0
         self.completion_tokens = 0
         self._histograms = {
@@ -251,11 +250,9 @@ class RequestStats:
         """Count the time to a request's first token."""
         self._histograms["time_to_first_token"].observe(seconds)
 
-    def step(self, tokens: int, now: float) -> None:
-        """Count the time since the step before for each of the tokens that follow another of their sequence."""
-        if tokens:
-            self._histograms["inter_token"].observe(now - self._last_step, tokens)
-        self._last_step = now
+    def gap(self, seconds: float, tokens: int) -> None:
+        """Count the time between two tokens of a sequence, for each of several sequences."""
+        self._histograms["inter_token"].observe(seconds, tokens)
 
     def ended(self, reason: str, tokens: int, seconds: float, since_first: float) -> None:
         """Count a finished choice."""

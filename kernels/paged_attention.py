@@ -2,10 +2,11 @@
 
     o = softmax(scale q K^T) V        over the row's own keys, or the last ``window`` of them
 
-A row's keys are cut into splits; a work list on the device says which there are. A program takes one of them and one KV
-head: a fixed number of programs are launched, which a CUDA graph needs, and go on to a further item where there are
-more. A row with one split writes its output at once. Of other rows, the program that finishes last joins the partial
-results, in the order of the splits: the bits depend on the row's own length and on how it is cut, not on who came last.
+A row's keys are cut into splits; a work list on the device says which there are, those of the longest rows first: what
+begins late must not take long. A program takes one of them and one KV head: a fixed number of programs are launched,
+which a CUDA graph needs, and go on to a further item where there are more. A row with one split writes its output at
+once. Of other rows, the program that finishes last joins the partial results, in the order of the splits: the bits
+depend on the row's own length and on how it is cut, not on who came last.
 GQA: the query heads of a KV head are the rows of one matrix product, padded to 16.
 Online softmax: Milakov and Gimelshein, 2018; splits: "Flash-Decoding", Dao et al., 2023.
 """
@@ -23,10 +24,36 @@ from slotline.kernels.dependent import launching, release, wait
 from slotline.kernels.launch import jit, padded, varying
 
 SPLIT = 512  # keys, where rows must be cut alike in every batch
+UNIT = 64  # keys that splits grow by
+PLACES = 132 * 3  # programs that run at the same time, about
 PROGRAMS = 132 * 24  # launched at least, where there may be as many items: one without an item costs next to nothing
 LOG2E = 1.4426950408889634
 MAX_ROWS = 4096
 MAX_KV_HEADS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How rows are cut.
+
+    Attributes:
+        split: least keys of a split, a multiple of the page. One value for all batches makes rows independent of them.
+        most: splits of a row; a longer row gets longer ones. 0 is any number.
+        spread: splits are longer where all keys together would make more than so many of them. 0 is any number.
+    """
+
+    split: int = SPLIT
+    most: int = 0
+    spread: int = 0
+
+    def capacity(self, rows: int, longest: int) -> int:
+        """Return how many splits there can be of rows with up to ``longest`` keys."""
+        each = -(-longest // self.split)
+        found = rows * (min(each, self.most) if self.most else each)
+        return min(found, 2 * rows + self.spread) if self.spread else found  # a row's first and last are not whole
+
+
+EVEN = Cut()
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +62,8 @@ class WorkList:
 
     Attributes:
         items: [capacity, 4] int32: the row, its first key, the row's keys, and its table row (-1: not known).
-        total: [1] int32, how many items there are.
+        total: [2] int32, how many items there are, and the keys of one, unless its row has more than ``most`` such.
         arrived: [B, MAX_KV_HEADS] int32, how many splits of a row are done; all 0 between launches.
-        split: keys of an item, unless its row has more than ``most`` such.
         most: splits of a row; 0 is any number.
         listed: whether the items name table rows.
     """
@@ -45,18 +71,15 @@ class WorkList:
     items: Tensor
     total: Tensor
     arrived: Tensor
-    split: int = SPLIT
     most: int = 0
     listed: bool = False
 
 
-def split_for(rows: int) -> tuple[int, int]:
-    """Return how to cut the rows of a batch: keys a split, and most splits a row; measured on one H200."""
-    if rows <= 2:
-        return 64, 16
-    if rows <= 8:
-        return 128, 16
-    return (256, 16) if rows <= 16 else (1024, 16) if rows <= 128 else (2048, 8)
+def cut_for(rows: int, kv_heads: int) -> Cut:
+    """Return how to cut the rows of a batch; measured on one H200."""
+    if rows <= 16:
+        return Cut(64 if rows <= 2 else 128 if rows <= 8 else 256, most=16)
+    return Cut(256, most=16, spread=max(PLACES // kv_heads, 1))
 
 
 @jit
@@ -69,7 +92,7 @@ def _cut(length: tl.tensor, window: int, split: int, most: int) -> tuple[tl.tens
     return first * split, each * split, (units + each - 1) // each
 
 
-@varying("rows", "window", "split", "most")
+@varying("rows", "window", "split", "most", "spread")
 def _list_kernel(
     lengths: tl.tensor,
     table_rows: tl.tensor,
@@ -80,18 +103,26 @@ def _list_kernel(
     window: int,
     split: int,
     most: int,
+    spread: int,
     LANES: tl.constexpr,
     HEADS: tl.constexpr,
     CHUNK: tl.constexpr,
+    UNIT: tl.constexpr,
     LISTED: tl.constexpr,
 ) -> None:
     row = tl.program_id(0)
     lane = tl.arange(0, LANES)
-    _, _, counts = _cut(tl.load(lengths + lane, mask=lane < rows, other=0), window, split, most)
-    begin = tl.sum(tl.where(lane < row, counts, 0), 0)
-    tl.store(total, tl.sum(counts, 0), mask=row == 0)
-    tl.store(arrived + row * HEADS + tl.arange(0, HEADS), tl.zeros((HEADS,), tl.int32))
+    others = tl.load(lengths + lane, mask=lane < rows, other=0)
     length = tl.load(lengths + row)
+    if spread > 0:
+        keys = tl.sum(tl.where(window > 0, tl.minimum(others, window), others), 0)
+        split = tl.maximum(split, tl.cdiv(tl.cdiv(keys, spread), UNIT) * UNIT)
+    _, _, counts = _cut(others, window, split, most)
+    longer = (others > length) | ((others == length) & (lane < row))
+    begin = tl.sum(tl.where(longer, counts, 0), 0)
+    tl.store(total, tl.sum(counts, 0), mask=row == 0)
+    tl.store(total + 1, split, mask=row == 0)
+    tl.store(arrived + row * HEADS + tl.arange(0, HEADS), tl.zeros((HEADS,), tl.int32))
     low, each, count = _cut(length, window, split, most)
     table_row = tl.load(table_rows + row).to(tl.int32) if LISTED else -1
     for at in range(0, count, CHUNK):
@@ -107,32 +138,30 @@ def list_splits(
     lengths: Tensor,
     capacity: int,
     window: int = 0,
-    split: int = SPLIT,
-    most: int = 0,
+    cut: Cut = EVEN,
     table_rows: Tensor | None = None,
 ) -> WorkList:
-    """Return the work list of rows with these lengths; rows of length 0 have no work.
+    """Return the work list of rows with these lengths, the longest first; rows of length 0 have no work.
 
     Args:
         lengths: [B] int32, keys of each row, its new token's included.
         capacity: most splits there can be.
         window: how many of the last keys count; 0 is all.
-        split: keys of an item, a multiple of the page. One value for all batches makes rows independent of them.
-        most: splits of a row; a longer row gets longer ones. 0 is any number.
+        cut: how to cut them.
         table_rows: [B] int32; if given here, those given to ``paged_attention`` are not read, which saves it a wait.
     """
     count, device = len(lengths), lengths.device
     if count > MAX_ROWS:
         raise ValueError(f"{count} rows are more than {MAX_ROWS}")
     items = torch.empty((capacity, 4), dtype=torch.int32, device=device)
-    total = torch.empty(1, dtype=torch.int32, device=device)
+    total = torch.empty(2, dtype=torch.int32, device=device)
     arrived = torch.empty((count, MAX_KV_HEADS), dtype=torch.int32, device=device)
     _list_kernel[(count,)](
-        lengths, lengths if table_rows is None else table_rows, items, total, arrived, count, window, split,
-        most, LANES=padded(count), HEADS=MAX_KV_HEADS, CHUNK=16, LISTED=table_rows is not None,
-        num_warps=1,
+        lengths, lengths if table_rows is None else table_rows, items, total, arrived, count, window, cut.split,
+        cut.most, cut.spread, LANES=padded(count), HEADS=MAX_KV_HEADS, CHUNK=16, UNIT=UNIT,
+        LISTED=table_rows is not None, num_warps=1,
     )  # fmt: skip
-    return WorkList(items, total, arrived, split, most, table_rows is not None)
+    return WorkList(items, total, arrived, cut.most, table_rows is not None)
 
 
 @jit
@@ -220,7 +249,7 @@ def _join(
     tl.store(target + line[:, None] * DIM + dim[None, :], acc / mass[:, None], mask=inside)
 
 
-@varying("window", "split", "most")
+@varying("window", "most")
 def _attend_kernel(
     q: tl.tensor,
     k_pages: tl.tensor,
@@ -237,7 +266,6 @@ def _attend_kernel(
     scale: float,
     cap: float,
     window: int,
-    split: int,
     most: int,
     GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr,
@@ -258,7 +286,7 @@ def _attend_kernel(
     # The item is read beside the total, not after it: the first one is there whatever the total.
     at = items + item * 4
     row, low, length, table_row = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
-    end = tl.load(total)
+    end, split = tl.load(total), tl.load(total + 1)
     line, dim = tl.arange(0, GROUP_PAD), tl.arange(0, DIM_PAD)
     inside = (line < GROUP)[:, None] & (dim < DIM)[None, :]
     tile = line[:, None] * DIM + dim[None, :]
@@ -355,7 +383,7 @@ def paged_attention(
     room = 2048 * settings["num_warps"] // (tight * padded(dim))  # what fits in registers
     _attend_kernel[(kv_heads, min(capacity, max(triton.cdiv(PROGRAMS, kv_heads), 2 * batch)))](
         q, k_pages, v_pages, tables, table_rows, work.items, work.total, work.arrived, out, partial, sums,
-        tables.stride(0), scale if soft_cap else scale * LOG2E, soft_cap, window, work.split, work.most,
+        tables.stride(0), scale if soft_cap else scale * LOG2E, soft_cap, window, work.most,
         GROUP=group, GROUP_PAD=padded(group), TIGHT=tight, KV_HEADS=kv_heads, PAGE=page, ARRIVED=MAX_KV_HEADS,
         CHUNK=min(max(room, 2), 16), CAPPED=soft_cap > 0, LISTED=work.listed, **shape, **settings,
         **launching(dependent, q.device),

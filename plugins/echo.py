@@ -17,7 +17,7 @@ from slotline.backend import BackendEntry, BackendInfo, Capabilities
 from slotline.errors import ChatTemplateError
 from slotline.hookspecs import hookimpl
 from slotline.model import Message, Model
-from slotline.plan import IntArray, RowSetup, Status, StepPlan, StepResult
+from slotline.plan import BoolArray, IntArray, RowSetup, Status, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from slotline.config import EngineConfig
@@ -26,6 +26,7 @@ BYTES = 256
 END = 256  # the end token
 VOCAB = 257
 CONTEXT = 32768
+TICK = 0.001  # seconds: how finely rows that have a rate are paced
 DEFAULT_KV_TOKENS = 1 << 20  # positions; there is no KV, so this only bounds what runs at once
 
 
@@ -96,6 +97,9 @@ class EchoBackend:
     def load(self, config: EngineConfig, model: Model) -> BackendInfo:
         """Allocate the rows' columns."""
         self._delay = config.echo_delay
+        self._interval = 1 / config.echo_rate if config.echo_rate else 0.0
+        self._due = np.zeros(config.max_slots)  # when a row may have its next token
+        self._position = np.zeros(config.max_slots, np.int32)  # of that token
         self._ready_at = 0.0  # of the step before, which may still be in flight
         self._tokens: list[IntArray] = [np.empty(0, np.int32)] * config.max_slots
         self._setup: list[RowSetup | None] = [None] * config.max_slots
@@ -114,17 +118,32 @@ class EchoBackend:
         for setup in plan.admitted:
             self._setup[setup.row] = setup
             self._tokens[setup.row] = np.append(setup.token_ids[: setup.prompt_len], np.int32(END))
-        size = len(plan)
+            self._position[setup.row] = len(setup.token_ids)
+        waits = self._pace(plan)
+        size, ends = len(plan), plan.start + plan.count
         tokens, status = np.full((size, 1), -1, np.int32), np.zeros(size, np.int8)
-        ends = (plan.start + plan.count).tolist()
-        for i, (row, sample, position) in enumerate(zip(plan.rows.tolist(), plan.sample.tolist(), ends, strict=True)):
-            if sample:
-                tokens[i, 0], status[i] = self._next(row, position)
-        dead = status == Status.DEAD
-        n_tokens = (plan.sample & ~dead).astype(np.int32)
-        result = StepResult(plan.step_id, plan.rows, plan.epoch, tokens, n_tokens, status)
-        self._ready_at = max(time.monotonic(), self._ready_at) + self._delay
+        status[waits] = Status.WAIT
+        for i in np.flatnonzero(plan.sample & ~waits).tolist():
+            tokens[i, 0], status[i] = self._next(int(plan.rows[i]), int(ends[i]))
+        got = plan.sample & ((status == Status.OK) | (status == Status.STOP))
+        rows = plan.rows[got]
+        self._position[rows] = ends[got] + 1
+        self._due[rows] = np.maximum(self._due[rows] + self._interval, self._ready_at)
+        self._due[plan.rows[status == Status.STOP]] = 0
+        result = StepResult(plan.step_id, plan.rows, plan.epoch, tokens, got.astype(np.int32), status)
         return EchoHandle(result, self._ready_at)
+
+    def _pace(self, plan: StepPlan) -> BoolArray:
+        """Decide when the step ends, and return [R] which rows have no token by then.
+
+        It cannot end when a request arrives, which it does not see; so it ends soon, and at once for a row that begins.
+        """
+        self._ready_at = max(time.monotonic(), self._ready_at) + self._delay
+        if not plan.admitted and plan.sample.all():
+            self._ready_at += min(TICK, self._interval)
+        self._due[[setup.row for setup in plan.admitted]] = self._ready_at
+        late = plan.start + plan.count > self._position[plan.rows]  # it goes on from a token that did not come
+        return plan.sample & (late | (self._due[plan.rows] > self._ready_at))
 
     def _next(self, row: int, position: int) -> tuple[int, int]:
         setup = self._setup[row]

@@ -63,6 +63,8 @@ class SimRow:
         self.table: list[int] = []
         self.last = FEEDBACK
         self.dead = False
+        self.computed = -1  # positions, once the first step said where it starts
+        self.asked = 0  # for a token, this often
 
 
 class SimHandle:
@@ -83,12 +85,20 @@ class SimBackend:
         depth: pipeline depth to declare.
         vocab_size: number of tokens.
         nan_tokens: a row whose sampled token is one of these reports NAN instead.
+        waits: whether a row waits when it is asked for a token, the first time, the second, and so on, over and over.
     """
 
-    def __init__(self, depth: int = 1, vocab_size: int = 50, nan_tokens: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self,
+        depth: int = 1,
+        vocab_size: int = 50,
+        nan_tokens: frozenset[int] = frozenset(),
+        waits: Sequence[bool] = (False,),
+    ) -> None:
         self.depth = depth
         self.vocab_size = vocab_size
         self.nan_tokens = nan_tokens
+        self.waits = waits
         self.rows: dict[int, SimRow] = {}
         self.plans: list[StepPlan] = []
 
@@ -143,9 +153,18 @@ class SimBackend:
             if given != FEEDBACK and position < len(row.setup.token_ids):
                 assert given == row.setup.token_ids[position], "the plan's tokens are not the row's"
             self._write(row, position, token)
+        position = start + len(ids)
+        if row.computed < 0:
+            row.computed = start
+        if start > row.computed:  # it goes on from a token that did not come: what it has just written is wrong
+            return -1, 0, Status.WAIT
+        row.computed = position
         if not plan.sample[i]:
             return -1, 0, Status.OK
-        position = start + len(ids)
+        row.asked += 1
+        if self.waits[(row.asked - 1) % len(self.waits)]:
+            row.computed -= 1
+            return -1, 0, Status.WAIT
         token = sim_token(self._read(row, position - 1), row.setup.seed, self.vocab_size)
         if token in self.nan_tokens:
             row.dead = True

@@ -116,6 +116,11 @@ class StepDriver:
         result = handle.result()
         setups = [self.setups.get(row) for row in plan.rows.tolist()]
         check_result(plan, result, setups, self.info.vocab_size)
+        waits = result.status == Status.WAIT
+        ends = (plan.start + plan.count)[waits].tolist()
+        for row, epoch, end in zip(plan.rows[waits].tolist(), plan.epoch[waits].tolist(), ends, strict=True):
+            if row in self.setups and self.setups[row].epoch == epoch:
+                self._computed[row] = min(self._computed[row], end - 1)
         return result
 
     def step(self, *work: Work) -> StepResult:
@@ -124,9 +129,11 @@ class StepDriver:
 
     def decode(self, row: int, steps: int) -> list[int]:
         """Compute all of the row's known tokens, then decode; return the tokens sampled."""
-        sampled = [self._valid(self.step(Work(row, len(self._known[row]) - self._computed[row])))]
+        sampled: list[int] = []
         while len(sampled) < steps:
-            sampled.append(self._valid(self.step(Work(row, 1))))
+            result = self.step(Work(row, max(len(self._known[row]) - self._computed[row], 1)))
+            if result.status[0] != Status.WAIT:
+                sampled.append(self._valid(result))
         return sampled
 
     @staticmethod
@@ -205,8 +212,10 @@ def _check_row(plan: StepPlan, result: StepResult, i: int, setup: RowSetup | Non
     tokens = result.tokens[i, :n].tolist()
     assert 0 <= n <= result.tokens.shape[1], f"n_tokens is {n}"
     assert not (n and not sample), "a row that does not sample has tokens"
-    assert not (n and status in (Status.NAN, Status.DEAD)), f"a row with status {status.name} has tokens"
-    assert n or not sample or status in (Status.NAN, Status.DEAD), f"a row with status {status.name} has no token"
+    without = status in (Status.NAN, Status.DEAD, Status.WAIT)
+    assert not (n and without), f"a row with status {status.name} has tokens"
+    assert n or not sample or without, f"a row with status {status.name} has no token"
+    assert sample or status != Status.WAIT, "a row that does not sample has nothing to wait for"
     assert all(0 <= token < vocab_size for token in tokens), f"tokens outside the vocabulary: {tokens}"
     if setup is not None and n:
         position = int(plan.start[i] + plan.count[i]) + n - 1

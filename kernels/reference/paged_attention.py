@@ -5,31 +5,34 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slotline.kernels.paged_attention import MAX_KV_HEADS, SPLIT, WorkList
+from slotline.kernels.paged_attention import EVEN, MAX_KV_HEADS, UNIT, Cut, WorkList
 
 
 def list_splits(
     lengths: Tensor,
     capacity: int,
     window: int = 0,
-    split: int = SPLIT,
-    most: int = 0,
+    cut: Cut = EVEN,
     table_rows: Tensor | None = None,
 ) -> WorkList:
-    """Return the work list of rows with these lengths."""
+    """Return the work list of rows with these lengths, the longest first."""
     items = torch.zeros((capacity, 4), dtype=torch.int32, device=lengths.device)
-    total = 0
-    for row, length in enumerate(lengths.tolist()):
+    total, split, counts = 0, cut.split, lengths.tolist()
+    if cut.spread:
+        keys = sum(min(length, window) if window else length for length in counts)
+        split = max(split, -(-keys // (cut.spread * UNIT)) * UNIT)
+    for row in sorted(range(len(counts)), key=lambda row: -counts[row]):
+        length = counts[row]
         first = max(length - window, 0) // split if window else 0
         units = -(-length // split) - first
-        each = -(-units // most) if most else 1
+        each = -(-units // cut.most) if cut.most else 1
         table_row = -1 if table_rows is None else int(table_rows[row])
         for unit in range(first, first + units, max(each, 1)):
             items[total] = torch.tensor([row, unit * split, length, table_row])
             total += 1
     arrived = torch.zeros((len(lengths), MAX_KV_HEADS), dtype=torch.int32, device=lengths.device)
-    count = torch.tensor([total], dtype=torch.int32, device=lengths.device)
-    return WorkList(items, count, arrived, split, most, table_rows is not None)
+    count = torch.tensor([total, split], dtype=torch.int32, device=lengths.device)
+    return WorkList(items, count, arrived, cut.most, table_rows is not None)
 
 
 def gather(pages: Tensor, blocks: Tensor, length: int) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable
+from typing import Any
 
 from slotline.backend import Backend, BackendEntry
 from slotline.hookspecs import hookimpl
@@ -25,6 +26,14 @@ def slotline_register_backends(register: Callable[[BackendEntry], None]) -> None
             summary="Triton kernels on an NVIDIA GPU",
         )
     )
+
+
+@hookimpl
+def slotline_register_commands(register: Callable[[Any], None]) -> None:
+    """Register ``slotline tune``."""
+    from slotline.plugins.triton_backend.tune_command import tune_models
+
+    register(tune_models)
 
 
 def _create() -> Backend:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from slotline.kernels.paged_attention import WorkList, list_splits, paged_attention, split_for
+from slotline.kernels.paged_attention import WorkList, cut_for, list_splits, paged_attention
 from slotline.kernels.prefill_attention import Chunks, prefill_attention
 from slotline.plugins.models.decoder import DecoderConfig
 from slotline.plugins.triton_backend.inputs import Columns
@@ -18,18 +18,19 @@ from slotline.plugins.triton_backend.inputs import Columns
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What the kernels must know of attention: the scale of the scores, their soft cap, and a window per layer kind."""
+    """What the kernels must know: the scale of the scores, their soft cap, a window per layer kind, heads."""
 
     scale: float
     soft_cap: float
     windows: tuple[int, ...]
+    kv_heads: int
 
     @classmethod
     def of(cls, config: DecoderConfig) -> Shape:
         """Read a decoder description."""
         scale = config.head_dim**-0.5 if config.query_scale is None else config.query_scale
         windows = tuple(kind.window or 0 for kind in config.layer_kinds)
-        return cls(scale, config.attention_softcap or 0.0, windows)
+        return cls(scale, config.attention_softcap or 0.0, windows, config.num_kv_heads)
 
     @property
     def plain(self) -> bool:
@@ -95,10 +96,10 @@ class StepAttention:
     def _rows(self, slots: Tensor, lengths: Tensor, longest: int) -> Rows | None:
         if not len(lengths):
             return None
-        split, most = split_for(len(lengths))
-        capacity = len(lengths) * min(-(-longest // split), most)
+        cut = cut_for(len(lengths), self._shape.kv_heads)
+        capacity = cut.capacity(len(lengths), longest)
         windows = sorted(set(self._shape.windows))
-        return Rows(slots, lengths, {w: list_splits(lengths, capacity, w, split, most, slots) for w in windows})
+        return Rows(slots, lengths, {w: list_splits(lengths, capacity, w, cut, slots) for w in windows})
 
     def __call__(self, kind: int, q: Tensor, k_pages: Tensor, v_pages: Tensor, qkv: Tensor) -> Tensor:
         """Return [T, Hq, D] for queries [T, Hq, D].
@@ -109,9 +110,8 @@ class StepAttention:
             qkv: [T, (Hq + 2 Hkv) D] holds them, too, its keys rotated, where there are wholes.
         """
         window, shape = self._shape.windows[kind], self._shape
-        kv_heads = k_pages.shape[1]
         if len(self._wholes) == 1 and self._wholes[0].end - self._wholes[0].begin == len(q):
-            return _within(self._wholes[0], q, qkv, kv_heads, shape.scale)
+            return _within(self._wholes[0], q, qkv, shape.kv_heads, shape.scale)
         out = torch.empty_like(q)
         if self._chunks is not None:
             prefill_attention(
@@ -119,7 +119,7 @@ class StepAttention:
                 scale=shape.scale, window=window, soft_cap=shape.soft_cap, out=out, alike=self._exact,
             )  # fmt: skip
         for whole in self._wholes:
-            out[whole.begin : whole.end] = _within(whole, q, qkv, kv_heads, shape.scale)
+            out[whole.begin : whole.end] = _within(whole, q, qkv, shape.kv_heads, shape.scale)
         if self._front is not None:
             lines = len(self._front.lengths)
             self._attend(self._front, kind, q[:lines], k_pages, v_pages, out[:lines])

@@ -19,6 +19,7 @@ from slotline.errors import ConfigError, ModelError
 from slotline.kernels.row_layout import PAGE
 from slotline.model import Model
 from slotline.plan import StepPlan
+from slotline.plugins.models.cache import cache_dir
 from slotline.plugins.torch_backend.backend import GPU_BATCH_TOKENS
 from slotline.plugins.torch_backend.memory import CPU_SHARE, GPU_SHARE, cache_size, free_host_memory, longest_sequence
 from slotline.plugins.torch_backend.processing import Processors
@@ -26,7 +27,8 @@ from slotline.plugins.torch_backend.step import Failed
 from slotline.plugins.triton_backend.decoder import Decoder
 from slotline.plugins.triton_backend.graphs import StepGraphs
 from slotline.plugins.triton_backend.rows import RowTable, new_seen, new_state
-from slotline.plugins.triton_backend.runner import Runner
+from slotline.plugins.triton_backend.runner import PROMPT_CHUNK, Runner
+from slotline.plugins.triton_backend.tuning import Tuning
 from slotline.plugins.triton_backend.warmup import scratch_bytes, warm_up
 from slotline.plugins.triton_backend.weights import load_weights
 
@@ -121,7 +123,8 @@ class TritonBackend:
         decoder_config = checkpoint.config
         longest = longest_sequence(config, model.context_length)
         exact = config.deterministic
-        weights = load_weights(checkpoint, device=device, dtype=dtype, positions=longest, exact=exact)
+        tuning = Tuning.of(device_name(device), [cache_dir() / "tuned"])
+        weights = load_weights(checkpoint, device=device, dtype=dtype, positions=longest, exact=exact, tuning=tuning)
         slots, batch_tokens = config.max_slots, config.max_batch_tokens or GPU_BATCH_TOKENS
         heads, dim = decoder_config.num_kv_heads, decoder_config.head_dim
 
@@ -159,6 +162,7 @@ class TritonBackend:
         runner = Runner(decoder, rows, graphs, processors, model.vocab_size)
         if device.type == "cuda":
             info.memory_report["graphs"] = max(before - _free_memory(device), 0)
+            weights.compile_products(batch_tokens, max(slots, PROMPT_CHUNK))
             warm_up(runner, slots=slots, longest=longest, batch_tokens=batch_tokens, blocks=size.num_blocks)
             log.info("triton: %s", ", ".join(f"{k} {v / 2**20:,.0f} MiB" for k, v in info.memory_report.items()))
         return runner, info
@@ -169,6 +173,11 @@ def _free_memory(device: torch.device) -> int:
         return free_host_memory()
     torch.cuda.empty_cache()  # what the allocator keeps for later is free, too
     return torch.cuda.mem_get_info(device)[0]
+
+
+def device_name(device: torch.device) -> str:
+    """Return what its maker calls a device."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def choose_device(name: str) -> torch.device:

@@ -159,7 +159,7 @@ class StepGraphs:
 FEW_ROWS, FEW_TOKENS = (1, 4), (24,)  # where nothing is recorded, sizes only try out the padding
 DECODE_SIZES = (1, 2, 4, 8, *range(16, 65, 8), *range(80, 257, 16), *range(288, 4097, 32))
 SAMPLE_SIZES = (1, 2, 4, 8, 16, 32, 64, *range(128, 4097, 128))
-TOKEN_SIZES = (16, 32, *range(64, 513, 64), *range(640, 1025, 128), *range(1280, MOST_TOKENS + 1, 256))
+TOKEN_SIZES = (16, 32, *range(64, 1025, 64), *range(1152, MOST_TOKENS + 1, 128))
 
 
 def sizes_up_to(most: int, sizes: tuple[int, ...]) -> tuple[int, ...]:

@@ -7,17 +7,16 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from slotline.errors import UnsupportedModel
 from slotline.kernels.gate import gate
 from slotline.kernels.gemm import gemm
 from slotline.kernels.gemv import gemv
 from slotline.kernels.rotate_and_store import HeadNorms
-from slotline.kernels.skinny_gemm import pays as few_rows_pay
-from slotline.kernels.skinny_gemm import skinny_gemm
 from slotline.plugins.models.decoder import DecoderConfig
 from slotline.plugins.models.rope import rope_inv_freq
+from slotline.plugins.triton_backend.products import compute
+from slotline.plugins.triton_backend.tuning import Product, Tuning, Use
 
 if TYPE_CHECKING:
     from slotline.plugins.models.checkpoint import Checkpoint
@@ -32,6 +31,7 @@ class Linear:
     weight: Tensor  # [out, in]
     bias: Tensor | None  # [out]
     exact: bool
+    tuning: Tuning
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return [T, out] for [T, in]."""
@@ -39,31 +39,37 @@ class Linear:
             return gemm(x, self.weight, self.bias)
         if len(x) == 1:
             return gemv(x, self.weight, self.bias, dependent=True)
-        if few_rows_pay(len(x), *self.weight.shape, size=x.element_size()):
-            return skinny_gemm(x, self.weight, self.bias)
-        return functional.linear(x, self.weight, self.bias)
+        return self._compute(x, Use.PLAIN)
 
     def gated(self, x: Tensor, activation: str) -> Tensor:
         """Return [T, out / 2] act(gate) * up for weights of gate rows, then up rows."""
-        rows, columns = self.weight.shape
-        if not self.exact and len(x) == 1:
+        if self.exact:
+            return gate(gemm(x, self.weight, self.bias), activation)
+        if len(x) == 1:
             return gemv(x, self.weight, self.bias, activation=activation, dependent=True)
-        if not self.exact and few_rows_pay(len(x), rows // 2, columns, gated=True, size=x.element_size()):
-            return skinny_gemm(x, self.weight, self.bias, activation=activation)
-        return gate(self(x), activation)
+        return self._compute(x, Use.GATED, activation)
 
     def logits(self, x: Tensor) -> Tensor:
         """Return [T, out] in float32."""
-        wide = torch.float32
         if self.exact:
-            return gemm(x, self.weight, out_dtype=wide)
+            return gemm(x, self.weight, out_dtype=torch.float32)
         if len(x) == 1:
-            return gemv(x, self.weight, out_dtype=wide, dependent=True)
-        if few_rows_pay(len(x), *self.weight.shape, size=x.element_size()):
-            return skinny_gemm(x, self.weight, out_dtype=wide)
-        if x.dtype is wide or not x.is_cuda:
-            return functional.linear(x, self.weight).float()
-        return torch.mm(x, self.weight.t(), out_dtype=wide)
+            return gemv(x, self.weight, out_dtype=torch.float32, dependent=True)
+        return self._compute(x, Use.LOGITS)
+
+    def compile(self, use: Use, activation: str, most: int) -> None:
+        """Compute with up to ``most`` rows in every way that there is, so that none is compiled later."""
+        if self.exact:
+            return
+        rows, columns = self.weight.shape
+        for count in self.tuning.turns(Product(rows, columns, use)):
+            if count <= most:
+                self._compute(self.weight.new_zeros(count, columns), use, activation)
+
+    def _compute(self, x: Tensor, use: Use, activation: str = "silu") -> Tensor:
+        rows, columns = self.weight.shape
+        way = self.tuning.way(Product(rows, columns, use), len(x), x.element_size())
+        return compute(way, x, self.weight, self.bias, use, activation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +106,26 @@ class Weights:
     activation: str
     nbytes: int
 
+    def compile_products(self, tokens: int, rows: int) -> None:
+        """Compile what products of up to ``tokens`` tokens, and logits of up to ``rows`` rows, take."""
+        seen: set[tuple[int, ...]] = set()
+        for layer in self.layers:
+            for name in ("qkv", "out", "gate_up", "down"):
+                linear: Linear = getattr(layer, name)
+                if tuple(linear.weight.shape) not in seen:
+                    seen.add(tuple(linear.weight.shape))
+                    linear.compile(Use.GATED if name == "gate_up" else Use.PLAIN, self.activation, tokens)
+        self.head.compile(Use.LOGITS, self.activation, rows)
+
 
 def load_weights(
-    checkpoint: Checkpoint, *, device: torch.device, dtype: torch.dtype, positions: int, exact: bool
+    checkpoint: Checkpoint,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    positions: int,
+    exact: bool,
+    tuning: Tuning,
 ) -> Weights:
     """Read a checkpoint into memory of the device; ``exact`` products do not depend on the other rows.
 
@@ -112,13 +135,13 @@ def load_weights(
     """
     config = checkpoint.config
     _check(config)
-    reader = _Reader(checkpoint, device, dtype, exact)
+    reader = _Reader(checkpoint, device, dtype, exact, tuning)
     embed = reader.tensor("embed")
     return Weights(
         embed=embed,
         layers=tuple(_layer(reader, i, config) for i in range(config.num_layers)),
         final_norm=reader.tensor("final_norm"),
-        head=Linear(embed if config.tie_embeddings else reader.tensor("lm_head"), None, exact),
+        head=Linear(embed if config.tie_embeddings else reader.tensor("lm_head"), None, exact, tuning),
         angles=tuple(_angles(config, kind, positions, device) for kind in range(len(config.layer_kinds))),
         activation=ACTIVATIONS[config.hidden_act],
         nbytes=reader.nbytes,
@@ -146,11 +169,14 @@ def _angles(config: DecoderConfig, kind: int, positions: int, device: torch.devi
 class _Reader:
     """Read tensors one at a time, move them to the device, and count their bytes."""
 
-    def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, exact: bool) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, exact: bool, tuning: Tuning
+    ) -> None:
         self._checkpoint = checkpoint
         self._device = device
         self._dtype = dtype
-        self.exact = exact
+        self._exact = exact
+        self._tuning = tuning
         self.nbytes = 0
 
     def tensor(self, *names: str) -> Tensor:
@@ -163,7 +189,7 @@ class _Reader:
     def linear(self, prefix: str, parts: str, *, biased: bool) -> Linear:
         names = [prefix + part for part in parts.split()]
         bias = self.tensor(*(f"{n}_bias" for n in names)) if biased else None
-        return Linear(self.tensor(*names), bias, self.exact)
+        return Linear(self.tensor(*names), bias, self._exact, self._tuning)
 
 
 def _layer(reader: _Reader, index: int, config: DecoderConfig) -> Layer:

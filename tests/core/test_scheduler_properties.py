@@ -37,9 +37,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget=st.integers(1, 24),
         caching=st.booleans(),
         max_bypass=st.integers(1, 4),
+        waits=st.lists(st.booleans(), min_size=1, max_size=4).filter(lambda waits: not all(waits)),
     )
-    def open(self, slots, blocks, budget, caching, max_bypass):
-        self.backend = SimBackend(self.depth, VOCAB)
+    def open(self, slots, blocks, budget, caching, max_bypass, waits):
+        self.backend = SimBackend(self.depth, VOCAB, waits=waits)
         info = self.backend.load(EngineConfig(kv_cache_tokens=blocks * 4, block_size=4), FakeModel())
         self.pool = BlockPool(info.num_blocks, info.block_size, prefix_caching=caching)
         self.queue = RequestQueue(slots + 6, max_bypass=max_bypass)

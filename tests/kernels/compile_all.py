@@ -23,8 +23,10 @@ import slotline
 from slotline.kernels import dependent, launch
 from slotline.manager import PluginManager
 from slotline.plugins.triton_backend import graphs, warmup
+from slotline.plugins.triton_backend import tune as tuner
 from slotline.plugins.triton_backend.backend import TritonBackend
 from slotline.plugins.triton_backend.sampling import Kind
+from slotline.plugins.triton_backend.tuning import Choices, Other, Product, Tuning, Use
 from slotline.testing import write_tiny_llama
 
 CAPABILITY = int(sys.argv[1])
@@ -58,6 +60,22 @@ def stand_in() -> None:
             module.launching = launching
 
 
+class Tuned(dict[Product, Choices]):
+    """A table that has every product computed in tiles, in other ones for each number of rows."""
+
+    def get(self, product: Product, default: Any = None) -> Any:
+        if CAPABILITY < 90:
+            return default
+        tiles = tuner.GATED if product.use is Use.GATED else tuner.PLAIN
+        return [(2, Other.FEW), *((8 * (number + 1), tile) for number, tile in enumerate(tiles))]
+
+
+def tuned(device: str, folders: Any = ()) -> Tuning:
+    table = Tuning()
+    table._measured = Tuned()
+    return table
+
+
 def go_through(dtype: str, deterministic: bool, **config: Any) -> None:
     """Load a model and take every step that the backend has."""
     with tempfile.TemporaryDirectory() as name:
@@ -79,6 +97,7 @@ def go_through(dtype: str, deterministic: bool, **config: Any) -> None:
                 steps.draw(size, kind)
         for size in steps.token_sizes:
             steps.forward(size)
+        runner._decoder._weights.compile_products(256, 256)
         warmup.warm_up(runner, slots=17, longest=400, batch_tokens=256, blocks=20)
         before, known = launch.compiled(), variants()
         serve(runner)
@@ -114,6 +133,7 @@ def serve(runner: Any) -> None:
     runner.rows.release(range(17))
 
 
+Tuning.of = staticmethod(tuned)  # type: ignore[assignment,method-assign]
 graphs.FEW_ROWS, graphs.FEW_TOKENS = (1, 2, 16), (64,)
 stand_in()
 go_through("bfloat16", False)

@@ -11,8 +11,10 @@ from slotline.kernels.norm_gemv import pays as norm_gemv_pays
 from slotline.kernels.reference import gemv as gemv_reference
 from slotline.kernels.reference import norm_gemv as norm_gemv_reference
 from slotline.kernels.reference import skinny_gemm as skinny_reference
+from slotline.kernels.reference import tiled_gemm as tiled_reference
 from slotline.kernels.skinny_gemm import MOST, skinny_gemm
 from slotline.kernels.skinny_gemm import pays as skinny_gemm_pays
+from slotline.kernels.tiled_gemm import Tile, tiled_gemm
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [] if INTERPRETED else pytest.mark.gpu
@@ -83,6 +85,47 @@ def test_skinny_gemm(dtype, rows, columns, activation, count, biased, device):
         near(ours, skinny_reference.skinny_gemm(x, weight, bias, activation=activation, **options), CLOSE[dtype])
     if activation is None:
         assert torch.equal(skinny_gemm(x[:1], weight, bias), skinny_gemm(x, weight, bias)[:1]) or count > 8
+
+
+# More stages, more warps and wider tiles only differ where they are compiled.
+TILES = [Tile(32, 64, 64, 4, 3), Tile(64, 64, 128, 4, 3)]
+if not INTERPRETED:
+    TILES += [Tile(32, 64, 128, 4, 5), Tile(64, 256, 64, 4, 4), Tile(128, 128, 64, 8, 3)]
+
+
+def halves(dtype: torch.dtype) -> bool:
+    return dtype != torch.float32
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if INTERPRETED or halves(dtype)])
+@pytest.mark.parametrize(("rows", "columns"), [(96, 64), (30, 200), *([] if INTERPRETED else [(6144, 4096)])])
+@pytest.mark.parametrize("activation", GATES)
+@pytest.mark.parametrize(("count", "biased"), [(2, True), (70, False)])
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_tiled_gemm(dtype, rows, columns, activation, count, biased, tile, device):
+    """Rows, weights and columns that fill no whole number of tiles among them."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 9:
+        pytest.skip("the device fetches no tiles")
+    x = draw(count, columns, dtype=dtype, device=device)
+    weight, bias = weights(rows, columns, activation is not None, biased, dtype, device)
+    for options in ({}, {"out_dtype": torch.float32}):
+        ours = tiled_gemm(x, weight, bias, tile=tile, activation=activation, **options)
+        expected = tiled_reference.tiled_gemm(x, weight, bias, tile=tile, activation=activation, **options)
+        near(ours, expected, CLOSE[dtype])
+    assert torch.equal(tiled_gemm(x[:1], weight, bias, tile=tile), tiled_gemm(x, weight, bias, tile=tile)[:1])
+
+
+def test_tiles_are_written_and_read():
+    tile = Tile(64, 128, 32, 8, 5)
+    assert Tile.parse(str(tile)) == tile
+    with pytest.raises(ValueError, match="'tile 1x2' is no tile"):
+        Tile.parse("tile 1x2")
+
+
+def test_rows_that_cannot_be_fetched_are_refused(device):
+    x = draw(2, 30, dtype=torch.float16, device=device)
+    with pytest.raises(ValueError, match=r"30 columns of torch\.float16 are no multiple of 16 bytes"):
+        tiled_gemm(x, x, tile=TILES[0])
 
 
 def test_what_pays():

@@ -5,10 +5,12 @@ import os
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from slotline.kernels import paged_attention as paged_attention_module
 from slotline.kernels.gate import ACTIVATIONS, gate
-from slotline.kernels.paged_attention import SPLIT, list_splits, paged_attention, split_for
+from slotline.kernels.paged_attention import SPLIT, Cut, cut_for, list_splits, paged_attention
 from slotline.kernels.prefill_attention import TILE, list_tiles, prefill_attention
 from slotline.kernels.reference import gate as gate_reference
 from slotline.kernels.reference import paged_attention as paged_reference
@@ -112,28 +114,31 @@ def pages_for(lengths, kv_heads, dim, dtype, device, spare=3):
 
 
 LENGTHS = [1, 63, 64, 65, 200, SPLIT, SPLIT + 1, 0, 2 * SPLIT + 77]
-CUTS = [  # window, soft cap, keys a split, most splits, whether the work list names the table rows
-    (0, 0.0, SPLIT, 0, False),
-    (100, 0.0, 128, 0, True),
-    (0, 0.0, 64, 5, True),
-    (SPLIT + 5, 20.0, SPLIT, 8, False),
-    (600, 0.0, 64, 3, True),
+CUTS = [  # window, soft cap, how rows are cut, whether the work list names the table rows
+    (0, 0.0, Cut(), False),
+    (100, 0.0, Cut(128), True),
+    (0, 0.0, Cut(64, most=5), True),
+    (SPLIT + 5, 20.0, Cut(most=8), False),
+    (600, 0.0, Cut(64, most=3), True),
+    (0, 0.0, Cut(64, most=16, spread=12), True),
+    (300, 0.0, Cut(128, spread=7), False),
 ]
 
 
 @pytest.mark.parametrize(("shape", "dtype"), SHAPES)
-@pytest.mark.parametrize(("window", "soft_cap", "split", "most", "listed"), CUTS)
-def test_paged_attention(shape, dtype, window, soft_cap, split, most, listed, device):
+@pytest.mark.parametrize(("window", "soft_cap", "cut", "listed"), CUTS)
+def test_paged_attention(shape, dtype, window, soft_cap, cut, listed, device):
     heads, kv_heads, dim = shape
     k, v, tables = pages_for(LENGTHS, kv_heads, dim, dtype, device)
     order = torch.randperm(len(LENGTHS), generator=torch.Generator().manual_seed(2))
     lengths = torch.tensor(LENGTHS, dtype=torch.int32)[order].to(device)
     rows = order.int().to(device)
     q = draw(len(LENGTHS), heads, dim, dtype=dtype, device=device, seed=9)
-    cut = (lengths, 60, window, split, most, rows if listed else None)
-    work, expected_work = list_splits(*cut), paged_reference.list_splits(*cut)
-    total = int(expected_work.total)
-    assert int(work.total) == total
+    how = (lengths, cut.capacity(len(LENGTHS), max(LENGTHS)), window, cut, rows if listed else None)
+    work, expected_work = list_splits(*how), paged_reference.list_splits(*how)
+    assert torch.equal(work.total, expected_work.total)
+    total = int(work.total[0])
+    assert (work.items[1:total, 2] <= work.items[: total - 1, 2]).all(), "the longest rows come first"
     assert torch.equal(work.items[:total], expected_work.items[:total])
     options = {"scale": dim**-0.5, "window": window, "soft_cap": soft_cap}
     ours = paged_attention(q, k, v, tables, rows, lengths, work, **options)
@@ -152,8 +157,8 @@ def test_more_items_than_programs(device, monkeypatch):
     k, v, tables = pages_for(lengths.tolist(), 2, 64, torch.float16, device)
     q = draw(4, 4, 64, dtype=torch.float16, device=device)
     rows = torch.arange(4, dtype=torch.int32, device=device)
-    work = list_splits(lengths, 64, split=64)
-    assert int(work.total) == 36
+    work = list_splits(lengths, 64, cut=Cut(64))
+    assert work.total.tolist() == [36, 64]
     ours = paged_attention(q, k, v, tables, rows, lengths, work, scale=0.125)
     expected = paged_reference.paged_attention(q, k, v, tables, rows, lengths, work, scale=0.125)
     near(ours[[0, 2, 3]], expected[[0, 2, 3]])
@@ -165,9 +170,19 @@ def test_more_items_than_programs(device, monkeypatch):
 
 def test_how_rows_are_cut():
     """Splits are whole pages, and a longer batch never cuts finer."""
-    cuts = [split_for(rows) for rows in (1, 2, 4, 8, 16, 32, 64, 256, 4096)]
-    assert all(split % PAGE == 0 and most > 0 for split, most in cuts)
-    assert cuts == sorted(cuts, key=lambda cut: cut[0])
+    cuts = [cut_for(rows, 8) for rows in (1, 2, 4, 8, 16, 32, 64, 256, 4096)]
+    assert all(cut.split % PAGE == 0 and cut.most > 0 for cut in cuts)
+    assert cuts == sorted(cuts, key=lambda cut: cut.split)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(0, 3000), min_size=1, max_size=60), st.integers(0, 900), st.integers(0, 20), st.integers(0, 50)
+)
+def test_no_batch_has_more_splits_than_it_has_room_for(lengths, window, most, spread):
+    cut = Cut(64, most, spread)
+    work = paged_reference.list_splits(torch.tensor(lengths, dtype=torch.int32), 60 * 50, window, cut)
+    assert work.total[0] <= cut.capacity(len(lengths), 3000)
 
 
 @pytest.mark.parametrize("most", [0, 4])
@@ -180,7 +195,7 @@ def test_a_row_comes_out_the_same_in_any_batch(most, device):
     def run(rows):
         counts = torch.tensor([lengths[r] for r in rows], dtype=torch.int32, device=device)
         picked = torch.tensor(rows, dtype=torch.int32, device=device)
-        work = list_splits(counts, 40, most=most, split=128)
+        work = list_splits(counts, 40, cut=Cut(128, most))
         return paged_attention(q[picked.long()], k, v, tables, picked, counts, work, scale=0.125)
 
     together = run([0, 1, 2, 3])

@@ -1,0 +1,28 @@
+"""Products of hidden states with weights, one way or the other."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from slotline.kernels.gate import gate
+from slotline.kernels.skinny_gemm import skinny_gemm
+from slotline.kernels.tiled_gemm import Tile, tiled_gemm
+from slotline.plugins.triton_backend.tuning import Other, Use, Way
+
+
+def compute(way: Way, x: Tensor, weight: Tensor, bias: Tensor | None, use: Use, activation: str = "silu") -> Tensor:
+    """Multiply rows [M, K] with weights [N, K] one way; return [M, N], or half as many where they are gated."""
+    wide = torch.float32 if use is Use.LOGITS else None
+    active = activation if use is Use.GATED else None
+    if isinstance(way, Tile):
+        return tiled_gemm(x, weight, bias, tile=way, activation=active, out_dtype=wide)
+    if way is Other.FEW:
+        return skinny_gemm(x, weight, bias, activation=active, out_dtype=wide)
+    if wide is not None:
+        if x.dtype is wide or not x.is_cuda:
+            return functional.linear(x, weight).float()
+        return torch.mm(x, weight.t(), out_dtype=wide)
+    product = functional.linear(x, weight, bias)
+    return product if active is None else gate(product, active)
