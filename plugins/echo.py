@@ -3,6 +3,9 @@
 For front-end work, load tests, and as the smallest example of a backend. A row answers with its
 own prompt and then the end token; with ignore_eos or min_tokens it begins the prompt again. It
 has no logits, so no logprobs: requests that ask for them get a warning instead.
+
+The pace is that of steps (``echo_delay``), which all rows share, or of each row (``echo_rate``), which then
+waits in most steps.
 """
 
 from __future__ import annotations

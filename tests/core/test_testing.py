@@ -55,6 +55,22 @@ def test_driver_continues_a_preempted_row(driver):
     assert driver.decode(0, 2) == expected[3:]
 
 
+@pytest.mark.parametrize("waits", [(True, False), (False, True, True), (True, True, False)])
+def test_driver_asks_again_where_a_row_waits(driver, waits):
+    expected = sim_answer([1, 2, 3, 4, 5], 9, 6, VOCAB)
+    driver.backend.waits = waits
+    driver.admit(0, [1, 2, 3, 4, 5], seed=9)
+    assert driver.decode(0, 6) == expected
+    driver.end(0)
+    driver.admit(0, [1, 2, 3, 4, 5], seed=9)
+    launched, got = [driver.launch(Work(0, 5))], []
+    while len(got) < 6:  # two in flight: what goes on from a token that did not come is void
+        launched.append(driver.launch(Work(0, 1)))
+        result = driver.fetch(launched.pop(0))
+        got += result.tokens[0, : result.n_tokens[0]].tolist()
+    assert got == expected
+
+
 # What check_result finds
 
 
@@ -89,6 +105,8 @@ def ints(*values: int) -> np.ndarray:
         ({"n_tokens": ints(1, 1, 1)}, "does not sample"),
         ({"n_tokens": ints(0, 0, 1)}, "status OK has no token"),
         ({"status": ints(Status.DEAD, 0, Status.STOP)}, "status DEAD has tokens"),
+        ({"status": ints(Status.WAIT, 0, Status.STOP)}, "status WAIT has tokens"),
+        ({"status": ints(0, Status.WAIT, Status.STOP)}, "has nothing to wait for"),
         ({"status": ints(Status.OK, 0, Status.OK)}, "the last token is 49, the status OK"),
         ({"status": ints(Status.STOP, 0, Status.STOP)}, "the last token is 7, the status STOP"),
         ({"tokens": ints(50, 0, 49)[:, None]}, "outside the vocabulary"),
