@@ -65,8 +65,8 @@ class EngineCore:
             max_per_client=config.max_queue_per_client,
             max_bypass=config.max_bypass,
         )
-        budget = config.max_batch_tokens or info.batch_tokens
-        self.scheduler = Scheduler(config.max_slots, info.max_model_len, budget, pool, queue)
+        self._budget = config.max_batch_tokens or info.batch_tokens
+        self.scheduler = Scheduler(config.max_slots, info.max_model_len, self._budget, pool, queue)
         self.error: SlotlineError | None = None
         self.restarts = 0
         self.host_seconds = 0.0
@@ -82,6 +82,7 @@ class EngineCore:
         self._last_progress = time.monotonic()
         self._failed_before = False  # the step before failed too
         self._checked = True  # no step since the books were checked
+        self._resting = True  # the loop has nothing to do, or has not begun
 
     # --- for clients ------------------------------------------------------------------
 
@@ -101,6 +102,8 @@ class EngineCore:
                 timer = asyncio.get_running_loop().call_later(request.deadline, self._expire, request.seq_id)
                 self._timers[request.seq_id] = timer
         self._wake.set()
+        if self._resting and self.scheduler.queue.queued_tokens >= self._budget:
+            self._launch_early()
 
     def abort(self, seq_ids: Sequence[int]) -> None:
         """End sequences wherever they are; unknown ones are none of its business."""
@@ -151,6 +154,7 @@ class EngineCore:
 
     async def run(self) -> None:
         """Run until cancelled. Whatever goes wrong ends requests with a typed error, never the host."""
+        self._resting = False
         try:
             while self.error is None:
                 self._launch_ahead()
@@ -171,21 +175,36 @@ class EngineCore:
 
     def _launch_ahead(self) -> None:
         """Launch steps until the pipeline is full or nothing more can be launched."""
-        while len(self._launched) < self.depth:
-            began = time.perf_counter()
-            plan = self.scheduler.schedule()
-            if plan is None:
-                return
-            self.scheduler.apply(plan)
-            if not self._launched:
-                self._last_progress = time.monotonic()
-            self._checked = False
-            now = time.perf_counter()
-            self._launched.append((self._thread.submit(self._launch, plan), now))
-            seats = self.scheduler.rows.slots.seq_id
-            admitted = [int(seats[setup.row]) for setup in plan.admitted]
-            self._meter.launched(admitted, len(plan), plan.num_tokens, now)
-            self.host_seconds += time.perf_counter() - began
+        while self._launch_one():
+            pass
+
+    def _launch_early(self) -> None:
+        """Launch a step that is full already: the loop's own turn may come after a thousand other submissions."""
+        try:
+            self._launch_one()
+        except Exception as error:
+            log.exception("a step could not be planned")
+            self.give_up(EngineUnhealthy(f"a step could not be planned: {error!r}"))
+
+    def _launch_one(self) -> bool:
+        """Launch a step; return whether there was room and work for it."""
+        if len(self._launched) >= self.depth:
+            return False
+        began = time.perf_counter()
+        plan = self.scheduler.schedule()
+        if plan is None:
+            return False
+        self.scheduler.apply(plan)
+        if not self._launched:
+            self._last_progress = time.monotonic()
+        self._checked = False
+        now = time.perf_counter()
+        self._launched.append((self._thread.submit(self._launch, plan), now))
+        seats = self.scheduler.rows.slots.seq_id
+        admitted = [int(seats[setup.row]) for setup in plan.admitted]
+        self._meter.launched(admitted, len(plan), plan.num_tokens, now)
+        self.host_seconds += time.perf_counter() - began
+        return True
 
     def _launch(self, plan: StepPlan) -> StepHandle:
         return self.backend.launch(plan)
@@ -197,6 +216,13 @@ class EngineCore:
             self._thread.submit(self.backend.release, ended)
         self._meter.rest()
         self._wake.clear()
+        self._resting = True
+        try:
+            await self._woken()
+        finally:
+            self._resting = False
+
+    async def _woken(self) -> None:
         if not self._checked and self.scheduler.idle:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(QUIET):

@@ -10,6 +10,8 @@ def rms_norm(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, *, dependent: bool = False
 ) -> Tensor:
     """Return the normalised rows; ``residual`` becomes its sum with ``x``, which is what is normalised then."""
+    if x.dim() == 3:
+        x = x.sum(0).to(weight.dtype)
     if residual is not None:
         residual.add_(x)
         x = residual

@@ -1,4 +1,4 @@
-"""Rows times a matrix; the tile changes nothing."""
+"""Rows times a matrix; of a tile only the number of parts counts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,12 @@ def tiled_gemm(
     tile: Any,
     activation: str | None = None,
     out_dtype: torch.dtype | None = None,
-    dependent: bool = False,
 ) -> Tensor:
-    """Return [M, N] the product of rows."""
+    """Return [M, N] the product of rows; where the tile has parts, [parts, M, N] in float32 that sum up to it."""
+    if tile.parts > 1:
+        span = -(-x.shape[1] // (tile.step * tile.parts)) * tile.step
+        pieces = zip(torch.split(x, span, 1), torch.split(weight, span, 1), strict=True)
+        found = [gemv(a, w, out_dtype=torch.float32) for a, w in pieces]
+        found += [torch.zeros_like(found[0])] * (tile.parts - len(found))
+        return torch.stack([found[0] + (0.0 if bias is None else bias.float()), *found[1:]])
     return gemv(x, weight, bias, activation=activation, out_dtype=out_dtype)

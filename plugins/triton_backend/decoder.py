@@ -118,9 +118,10 @@ class Decoder:
                 found = attention.picked(layer.kind, q.index_select(0, picks), keys, values)
             else:
                 found = attention(layer.kind, q, keys, values, qkv)
-            answered = self._post(layer.out(found.flatten(1)), layer.attn_post_norm, alone)
+            answered = self._post(layer.out.normed(found.flatten(1)), layer.attn_post_norm, alone)
             x = rms_norm(answered, layer.mlp_norm, eps, residual, dependent=alone)
-            moved = self._post(layer.down(layer.gate_up.gated(x, w.activation)), layer.mlp_post_norm, alone)
+            gated = layer.gate_up.gated(x, w.activation)
+            moved = self._post(layer.down.normed(gated), layer.mlp_post_norm, alone)
             x = rms_norm(moved, next_norm, eps, residual, dependent=alone)
         return x
 

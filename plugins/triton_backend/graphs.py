@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Collection
+import gc
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -48,6 +50,19 @@ class Recording(Generic[T]):
         return self._out
 
 
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Keep the garbage collector away: recordings of an engine that is gone, freed while another records, break it."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 class StepGraphs:
     """All recordings of a backend, made once. They share what they write to and their scratch memory.
 
@@ -79,9 +94,10 @@ class StepGraphs:
         def record(function: Callable[[], T]) -> Recording[T]:
             return Recording(function, device, pool)
 
-        self._forwards = {n: record(self._forward(n)) for n in reversed(self.token_sizes)}
-        self._steps = {(n, kind): record(self._step(n, kind)) for n in reversed(self.decode_sizes) for kind in Kind}
-        self._draws = {(n, kind): record(self._draw(n, kind)) for n in reversed(self.sample_sizes) for kind in Kind}
+        with _nothing_collected():
+            self._forwards = {n: record(self._forward(n)) for n in reversed(self.token_sizes)}
+            self._steps = {(n, kind): record(self._step(n, kind)) for n in reversed(self.decode_sizes) for kind in Kind}
+            self._draws = {(n, kind): record(self._draw(n, kind)) for n in reversed(self.sample_sizes) for kind in Kind}
 
     def layout(self, tokens: int, *, chunks: bool) -> Layout:
         """Return the layout of so many tokens."""

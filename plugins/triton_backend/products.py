@@ -13,7 +13,10 @@ from slotline.plugins.triton_backend.tuning import Other, Use, Way
 
 
 def compute(way: Way, x: Tensor, weight: Tensor, bias: Tensor | None, use: Use, activation: str = "silu") -> Tensor:
-    """Multiply rows [M, K] with weights [N, K] one way; return [M, N], or half as many where they are gated."""
+    """Multiply rows [M, K] with weights [N, K] one way; return [M, N] what `Use` says of them.
+
+    Gated ones are half as many. Those for a norm may be [parts, M, N] in float32.
+    """
     wide = torch.float32 if use is Use.LOGITS else None
     active = activation if use is Use.GATED else None
     if isinstance(way, Tile):

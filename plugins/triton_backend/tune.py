@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from slotline.kernels.rms_norm import rms_norm
 from slotline.kernels.skinny_gemm import MOST
 from slotline.kernels.tiled_gemm import Tile, fits
 from slotline.plugins.models.decoder import DecoderConfig
@@ -25,6 +26,16 @@ PLAIN = (
     *(Tile(32, 64, 128, 4, 6), Tile(32, 128, 64, 8, 4), Tile(64, 64, 128, 4, 6), Tile(64, 128, 64, 4, 4)),
     *(Tile(64, 128, 128, 4, 4), Tile(64, 256, 64, 4, 5), Tile(128, 128, 64, 4, 6), Tile(256, 128, 64, 8, 4)),
 )
+PARTED = (
+    *(Tile(32, 64, 128, 4, 6, 2), Tile(32, 64, 128, 4, 6, 4), Tile(64, 64, 128, 4, 6, 2), Tile(64, 64, 128, 4, 6, 4)),
+    *(
+        Tile(64, 128, 128, 4, 4, 2),
+        Tile(64, 256, 64, 4, 5, 2),
+        Tile(128, 128, 64, 4, 6, 2),
+        Tile(128, 256, 64, 8, 4, 4),
+    ),
+)  # for a norm
+MOST_PARTED = 512  # rows: with more of them, the parts are too much to write and read
 GATED = (
     *(Tile(32, 64, 64, 4, 4), Tile(32, 64, 128, 4, 5), Tile(64, 64, 128, 4, 4), Tile(64, 128, 64, 4, 5)),
     *(Tile(128, 64, 64, 4, 6), Tile(128, 128, 64, 8, 4)),
@@ -38,9 +49,9 @@ def products(config: DecoderConfig) -> list[Product]:
     width, inner = config.hidden_size, config.intermediate_size
     return [
         Product(both, width, Use.PLAIN),
-        Product(width, flat, Use.PLAIN),
+        Product(width, flat, Use.NORMED),
         Product(2 * inner, width, Use.GATED),
-        Product(width, inner, Use.PLAIN),
+        Product(width, inner, Use.NORMED),
         Product(config.vocab_size, width, Use.LOGITS),
     ]
 
@@ -50,7 +61,10 @@ def ways(product: Product, count: int) -> Iterator[Way]:
     yield Other.LIBRARY
     if count <= MOST:
         yield Other.FEW
-    for tile in GATED if product.use is Use.GATED else PLAIN:
+    tiles: tuple[Tile, ...] = GATED if product.use is Use.GATED else PLAIN
+    if product.use is Use.NORMED and count <= MOST_PARTED:
+        tiles += PARTED
+    for tile in tiles:
         if tile.rows <= max(32, 2 * count - 1) and count <= 16 * tile.rows:
             yield tile
 
@@ -109,9 +123,16 @@ class Stopwatch:
             return None
         weights = self._weights_of(product)
         x = torch.randn(count, product.columns, device=self._device, dtype=self._dtype)
+        residual, gain = x.new_zeros(count, product.rows), x.new_ones(product.rows)
+
+        def run(weight: Tensor) -> None:
+            found = compute(way, x, weight, None, product.use)
+            if product.use is Use.NORMED:  # what adding up takes counts, too
+                rms_norm(found, gain, 1e-5, residual)
+
         try:
             for _ in range(2):  # compile, and let libraries set themselves up
-                compute(way, x, weights[0], None, product.use)
+                run(weights[0])
         except Exception:  # too little shared memory, or whatever a compiler says: then it is no choice
             if isinstance(way, Tile):
                 return None
@@ -120,7 +141,7 @@ class Stopwatch:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             for weight in weights:
-                compute(way, x, weight, None, product.use)
+                run(weight)
         return min(self._replay(graph) for _ in range(self._repeats)) / len(weights)
 
     def _fetches(self, columns: int) -> bool:

@@ -21,9 +21,10 @@ from slotline.kernels.tiled_gemm import Tile
 
 
 class Use(Enum):
-    """What a product is for: hidden states, gated ones, or logits in float32."""
+    """What a product is for: hidden states, such for a norm, gated ones, or logits in float32."""
 
     PLAIN = "plain"
+    NORMED = "normed"  # may come in parts, which the norm adds up
     GATED = "gated"
     LOGITS = "logits"
 

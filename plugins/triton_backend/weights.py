@@ -12,6 +12,7 @@ from slotline.errors import UnsupportedModel
 from slotline.kernels.gate import gate
 from slotline.kernels.gemm import gemm
 from slotline.kernels.gemv import gemv
+from slotline.kernels.rms_norm import rms_norm
 from slotline.kernels.rotate_and_store import HeadNorms
 from slotline.plugins.models.decoder import DecoderConfig
 from slotline.plugins.models.rope import rope_inv_freq
@@ -41,6 +42,12 @@ class Linear:
             return gemv(x, self.weight, self.bias, dependent=True)
         return self._compute(x, Use.PLAIN)
 
+    def normed(self, x: Tensor) -> Tensor:
+        """Return [T, out] for [T, in], or [parts, T, out] that a norm adds up."""
+        if self.exact or len(x) == 1:
+            return self(x)
+        return self._compute(x, Use.NORMED)
+
     def gated(self, x: Tensor, activation: str) -> Tensor:
         """Return [T, out / 2] act(gate) * up for weights of gate rows, then up rows."""
         if self.exact:
@@ -64,7 +71,9 @@ class Linear:
         rows, columns = self.weight.shape
         for count in self.tuning.turns(Product(rows, columns, use)):
             if count <= most:
-                self._compute(self.weight.new_zeros(count, columns), use, activation)
+                found = self._compute(self.weight.new_zeros(count, columns), use, activation)
+                if use is Use.NORMED:
+                    rms_norm(found, self.weight.new_ones(rows), 1e-5, self.weight.new_zeros(count, rows))
 
     def _compute(self, x: Tensor, use: Use, activation: str = "silu") -> Tensor:
         rows, columns = self.weight.shape
@@ -108,13 +117,14 @@ class Weights:
 
     def compile_products(self, tokens: int, rows: int) -> None:
         """Compile what products of up to ``tokens`` tokens, and logits of up to ``rows`` rows, take."""
-        seen: set[tuple[int, ...]] = set()
+        uses = {"qkv": Use.PLAIN, "out": Use.NORMED, "gate_up": Use.GATED, "down": Use.NORMED}
+        seen: set[tuple[Use, torch.Size]] = set()
         for layer in self.layers:
-            for name in ("qkv", "out", "gate_up", "down"):
+            for name, use in uses.items():
                 linear: Linear = getattr(layer, name)
-                if tuple(linear.weight.shape) not in seen:
-                    seen.add(tuple(linear.weight.shape))
-                    linear.compile(Use.GATED if name == "gate_up" else Use.PLAIN, self.activation, tokens)
+                if (use, linear.weight.shape) not in seen:
+                    seen.add((use, linear.weight.shape))
+                    linear.compile(use, self.activation, tokens)
         self.head.compile(Use.LOGITS, self.activation, rows)
 
 

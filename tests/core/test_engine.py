@@ -491,6 +491,32 @@ async def test_two_failures_in_a_row_end_the_engine() -> None:
             await engine.generate("x")
 
 
+@both_depths
+async def test_a_crowd_does_not_keep_a_full_step_waiting(depth: int) -> None:
+    """Everything is submitted before the loop has its turn; the first step is under way by then."""
+    params = SamplingParams(max_tokens=3, seed=5, ignore_eos=True)
+    async with opened(SimBackend, depth=depth, max_slots=4, max_batch_tokens=8, max_queue=60) as (engine, _):
+        handles = [await engine.submit([f"p{i}"], params) for i in range(2)]
+        assert engine.stats().steps == 0
+        handles += [await engine.submit([f"p{i}"], params) for i in range(2, 40)]
+        assert engine.stats().steps == depth, "as many as may be launched ahead"
+        done = [(await handle.completions())[0].token_ids for handle in handles]
+        assert done == [answer(f"p{i}", 5, 3, ()) for i in range(40)]
+
+
+async def test_a_full_step_that_cannot_be_planned_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with opened(SimBackend, max_batch_tokens=8) as (engine, _):
+
+        def fail() -> None:
+            raise AssertionError("no plan")
+
+        monkeypatch.setattr(engine._client.core.scheduler, "schedule", fail)
+        handle = await engine.submit(["a prompt that fills a step"])
+        with pytest.raises(EngineUnhealthy, match="no plan"):
+            await handle.completions()
+        assert not engine.health().ok
+
+
 async def test_books_that_do_not_balance_end_the_engine_once_it_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slotline.loop, "QUIET", 0.01)
     async with opened(SimBackend) as (engine, _):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -214,3 +216,38 @@ def test_half_precision_is_near_the_oracle(model: str, dtype: str) -> None:
                 break
             errors.append(abs(mine[x] - theirs[x]))
     assert errors and sum(errors) / len(errors) < 0.05
+
+
+async def test_an_engine_opens_while_the_remains_of_another_are_collected(model: str) -> None:
+    """Recordings freed while others are made would break these: so it was when a test opened engine after engine."""
+
+    class Remains:
+        pass
+
+    for _ in range(3):
+        async with opened(model, max_slots=2) as engine:
+            answer = await engine.generate(TEXT, SamplingParams(max_tokens=2, temperature=0, ignore_eos=True))
+            remains = Remains()
+            remains.me, remains.engine = remains, engine  # a cycle, which only the collector takes apart
+        del engine, remains
+    assert len(answer.token_ids) == 2
+
+
+async def test_another_thread_may_use_the_device_while_an_engine_opens(model: str) -> None:
+    done = threading.Event()
+
+    def busy() -> None:
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            while not done.is_set():
+                torch.empty(1 << 20, device="cuda").fill_(1.0)
+                stream.synchronize()
+
+    with ThreadPoolExecutor(1) as pool:
+        neighbour = pool.submit(busy)
+        try:
+            async with opened(model, max_slots=2) as engine:
+                await engine.generate(TEXT, SamplingParams(max_tokens=2, temperature=0, ignore_eos=True))
+        finally:
+            done.set()
+        neighbour.result()

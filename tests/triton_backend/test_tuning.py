@@ -101,6 +101,14 @@ def test_tiles_that_are_tried_are_not_mostly_empty(product, count):
     assert tiles and all(tile.rows <= 32 or tile.rows < 2 * count for tile in tiles)
 
 
+def test_only_what_a_norm_adds_up_comes_in_parts():
+    def parts(use, count):
+        return {way.parts for way in tuner.ways(Product(4096, 4096, use), count) if isinstance(way, Tile)}
+
+    assert parts(Use.NORMED, 256) == {1, 2, 4}
+    assert parts(Use.NORMED, 1024) == parts(Use.PLAIN, 256) == parts(Use.GATED, 256) == parts(Use.LOGITS, 256) == {1}
+
+
 def test_tuning_needs_a_gpu(tmp_path):
     import torch
     from click.testing import CliRunner

@@ -115,8 +115,27 @@ def test_tiled_gemm(dtype, rows, columns, activation, count, biased, tile, devic
     assert torch.equal(tiled_gemm(x[:1], weight, bias, tile=tile), tiled_gemm(x, weight, bias, tile=tile)[:1])
 
 
-def test_tiles_are_written_and_read():
-    tile = Tile(64, 128, 32, 8, 5)
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if INTERPRETED or halves(dtype)])
+@pytest.mark.parametrize("columns", [64, 200, 520])
+@pytest.mark.parametrize(("parts", "biased"), [(2, True), (4, False)])
+def test_products_in_parts(dtype, columns, parts, biased, device):
+    """Of 64 columns, some parts have none."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 9:
+        pytest.skip("the device fetches no tiles")
+    tile = Tile(32, 64, 64, 4, 3, parts)
+    x = draw(40, columns, dtype=dtype, device=device)
+    weight, bias = weights(96, columns, False, biased, dtype, device)
+    ours = tiled_gemm(x, weight, bias, tile=tile)
+    assert ours.shape == (parts, 40, 96)
+    near(ours, tiled_reference.tiled_gemm(x, weight, bias, tile=tile), CLOSE[dtype])
+    near(ours.sum(0).to(dtype), tiled_reference.tiled_gemm(x, weight, bias, tile=Tile(1, 1, 1, 1, 1)), CLOSE[dtype])
+    with pytest.raises(ValueError, match="only what is added up may come in parts"):
+        tiled_gemm(x, weight, tile=tile, activation="silu")
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_tiles_are_written_and_read(parts):
+    tile = Tile(64, 128, 32, 8, 5, parts)
     assert Tile.parse(str(tile)) == tile
     with pytest.raises(ValueError, match="'tile 1x2' is no tile"):
         Tile.parse("tile 1x2")

@@ -56,6 +56,21 @@ def test_rms_norm(dtype, width, add, device):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("parts", [1, 2, 4])
+@pytest.mark.parametrize("add", [False, True])
+def test_rms_norm_of_parts(dtype, parts, add, device):
+    """They are added up, and the sum is rounded, before anything else."""
+    x = draw(parts, 5, 576, dtype=torch.float32, device=device)
+    weight = 1 + 0.1 * draw(576, dtype=dtype, device=device)
+    residuals = [draw(5, 576, dtype=dtype, device=device, seed=1) if add else None for _ in range(2)]
+    whole = x.sum(0).to(dtype)
+    near(rms_norm(x, weight, 1e-5, residuals[0]), norm_reference.rms_norm(x, weight, 1e-5, residuals[1]))
+    near(rms_norm(x, weight, 1e-5), rms_norm(whole, weight, 1e-5))
+    if add:
+        near(*residuals)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("half", [96, 1536])
 def test_gate(dtype, activation, half, device):
