@@ -1,12 +1,11 @@
-"""Clients that people use, as they come: OpenAI's own, sync and async, then LangChain and LiteLLM over it.
-
-The last two are in the extra `clients`; where it is not installed their tests are skipped.
-"""
+"""Clients that people use, as they come: OpenAI's own, sync and async, then LangChain and LiteLLM over it."""
 
 from __future__ import annotations
 
 import asyncio
-import warnings
+import os
+import subprocess
+from pathlib import Path
 
 import httpx
 import openai
@@ -199,21 +198,15 @@ async def test_langchain_async(url):
         assert "".join([chunk.content async for chunk in chat.astream("Hello")]) == ANSWER
 
 
-def test_litellm(url, monkeypatch):
-    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else it asks the network for prices
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # its own, of its own dependencies
-        litellm = pytest.importorskip("litellm", reason="the extra `clients` is not installed")
-        options = {"model": f"openai/{MODEL}", "api_base": url, "api_key": "none", "temperature": 0, "max_tokens": 30}
-        done = litellm.completion(messages=HELLO, **options)
-        assert done.choices[0].message.content == ANSWER and done.usage.completion_tokens == 10
-        chunks = litellm.completion(messages=HELLO, stream=True, **options)
-        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == ANSWER
-        done = asyncio.run(litellm.acompletion(messages=HELLO, logprobs=True, top_logprobs=2, **options))
-        assert len(done.choices[0].logprobs.content) == 10
-        text = litellm.text_completion(
-            prompt=FRANCE, **{**options, "max_tokens": 1, "model": f"text-completion-openai/{MODEL}"}
-        )
-        assert text.choices[0].text == " Paris"
-        with pytest.raises(litellm.BadRequestError):
-            litellm.completion(messages=HELLO, **{**options, "temperature": 7})
+@pytest.mark.timeout(180)
+def test_litellm(url):
+    """It needs an environment of its own, for it is at odds with a pin of this one; `make test-clients` makes it."""
+    python = os.environ.get("SLOTLINE_LITELLM_PYTHON")
+    if python is None:
+        pytest.skip("SLOTLINE_LITELLM_PYTHON names no interpreter that has LiteLLM; `make test-clients` runs this")
+    script = Path(__file__).with_name("litellm_smoke.py")
+    env = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # else it asks the network for prices
+    done = subprocess.run(
+        [python, str(script), url, MODEL, ANSWER], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0 and "all as expected" in done.stdout, done.stdout + done.stderr
