@@ -15,6 +15,11 @@ def rms_norm(
     if residual is not None:
         residual.add_(x)
         x = residual
+    return normalised(x, weight, eps)
+
+
+def normalised(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return the normalised rows of [..., H]."""
     wide = x.float()
     normal = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return normal.to(x.dtype) * weight

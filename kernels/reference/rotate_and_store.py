@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slotline.kernels.reference.rms_norm import rms_norm
+from slotline.kernels.reference.rms_norm import normalised
 from slotline.kernels.rotate_and_store import HeadNorms
 
 
@@ -28,7 +28,7 @@ def rotate_and_store(
     parts = qkv.reshape(len(qkv), -1, dim)  # [T, Hq + 2 Hkv, D]
     q, k, v = parts[:, :heads], parts[:, heads : heads + kv_heads], parts[:, heads + kv_heads :]
     if norms is not None:
-        q, k = rms_norm(q, norms.q, norms.eps), rms_norm(k, norms.k, norms.eps)
+        q, k = normalised(q, norms.q, norms.eps), normalised(k, norms.k, norms.eps)
     turn = angles[positions.long(), None]  # [T, 1, D]
     q, k = _rotate(q, turn), _rotate(k, turn)
     blocks, offsets = places.long() // page, places.long() % page
