@@ -74,6 +74,15 @@ class Logprobs(Sequence["dict[int, float] | None"]):
         return dict(zip(c.ids[low:high].tolist(), c.values[low:high].tolist(), strict=True))
 
     def __iter__(self) -> Iterator[dict[int, float] | None]:
+        if len(self._parts) == 1:
+            columns, start, stop = self._parts[0]
+            if stop - start == 1:  # as in nearly every piece of a stream
+                bounds, ids, values = columns.lists
+                low, high = bounds[start], bounds[stop]
+                return iter((dict(zip(ids[low:high], values[low:high], strict=True)) if high > low else None,))
+        return self._rows()
+
+    def _rows(self) -> Iterator[dict[int, float] | None]:
         for columns, start, stop in self._parts:
             bounds, ids, values = columns.lists
             for at in range(start, stop):

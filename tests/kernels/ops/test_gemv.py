@@ -90,7 +90,7 @@ def test_skinny_gemm(dtype, rows, columns, activation, count, biased, device):
 # More stages, more warps and wider tiles only differ where they are compiled.
 TILES = [Tile(32, 64, 64, 4, 3), Tile(64, 64, 128, 4, 3)]
 if not INTERPRETED:
-    TILES += [Tile(32, 64, 128, 4, 5), Tile(64, 256, 64, 4, 4), Tile(128, 128, 64, 8, 3)]
+    TILES += [Tile(32, 64, 128, 4, 5), Tile(64, 128, 64, 4, 4), Tile(128, 128, 64, 8, 3)]
 
 
 def halves(dtype: torch.dtype) -> bool:
