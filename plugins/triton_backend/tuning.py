@@ -1,7 +1,7 @@
 """What was measured about products: for each shape of weights, and number of rows, the fastest way to compute them.
 
-A device's table is a JSON file named by it. Those in `kernels/tuned` come with the package; `slotline tune` writes
-others to ``$SLOTLINE_CACHE/tuned``, which go before.
+A table is a JSON file named by the device and by the Triton that made it. Those in `kernels/tuned` come with the
+package; `slotline tune` writes others to ``$SLOTLINE_CACHE/tuned``, which go before.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
+
+import triton
 
 import slotline.kernels
 from slotline.errors import ConfigError
@@ -75,25 +77,34 @@ class Tuning:
         return sorted({2, MOST // 2 + 1, MOST + 1, *(most + 1 for most, _ in measured)})  # MOST: where few rows end
 
     @classmethod
-    def of(cls, device: str, folders: Iterable[Path] = ()) -> Tuning:
+    def of(cls, device: str, folders: Iterable[Path] = (), *, version: str = triton.__version__) -> Tuning:
         """Read what is known of a device: of several folders, the first that knows a product.
+
+        In a folder, measurements with another Triton count where those with ``version`` are missing, new ones first.
 
         Raises:
             ConfigError: a file is damaged.
         """
         measured: dict[Product, Choices] = {}
         for folder in (*folders, SHIPPED):
-            for product, choices in read(folder / file_name(device)).items():
-                measured.setdefault(product, choices)
+            own = folder / file_name(device, version)
+            others = sorted(folder.glob(file_name(device, "*")), key=_version, reverse=True)
+            for path in (own, *others):
+                for product, choices in read(path).items():
+                    measured.setdefault(product, choices)
         return cls(measured)
 
 
 SHIPPED = Path(slotline.kernels.__file__).parent / "tuned"
 
 
-def file_name(device: str) -> str:
-    """Return the name of a device's file."""
-    return re.sub(r"[^A-Za-z0-9.]+", "_", device) + ".json"
+def file_name(device: str, version: str = triton.__version__) -> str:
+    """Return the name of the file of a device and a Triton version, of which two numbers count."""
+    return f"{re.sub(r'[^A-Za-z0-9.]+', '_', device)}-triton-{'.'.join(version.split('.')[:2])}.json"
+
+
+def _version(path: Path) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", path.stem.rpartition("-")[2])]
 
 
 def read(path: Path) -> dict[Product, Choices]:
@@ -123,9 +134,9 @@ def write(path: Path, measured: Mapping[Product, Choices], **about: str) -> None
         for product, choices in measured.items()
     ]
     lines = ",\n  ".join(json.dumps(entry) for entry in entries)
-    head = json.dumps(about)[:-1]
+    head = "".join(f"{json.dumps(name)}: {json.dumps(value)}, " for name, value in about.items())
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f'{head}, "products": [\n  {lines}\n]}}\n')
+    path.write_text(f'{{{head}"products": [\n  {lines}\n]}}\n')
 
 
 def _product(entry: Any) -> Product:

@@ -51,12 +51,29 @@ def test_own_measurements_go_before_shipped_ones(tmp_path):
     assert Tuning.of("a GPU that nobody tuned for").way(QKV, 32, 2) is Other.LIBRARY
 
 
+def test_another_triton_counts_where_the_own_one_was_not_measured(tmp_path):
+    for version, product, tile in (
+        ("3.10.1", QKV, TILE),
+        ("3.9.0", QKV, WIDE),
+        ("3.9.0", UP, WIDE),
+        ("3.8.0", UP, TILE),
+    ):
+        path = tmp_path / file_name("gpu", version)
+        write(path, read(path) | {product: [(64, tile)]})
+    assert [Tuning.of("gpu", [tmp_path], version=v).way(QKV, 64, 2) for v in ("3.10.0", "3.9.2", "3.7")] == [
+        TILE,
+        WIDE,
+        TILE,
+    ]
+    assert [Tuning.of("gpu", [tmp_path], version=v).way(UP, 64, 2) for v in ("3.8.5", "3.10.0")] == [TILE, WIDE]
+
+
 @pytest.mark.parametrize(
     "text", ["{", "{}", '{"products": [{"rows": 1, "columns": 2, "use": "plain", "ways": [[1, "x"]]}]}']
 )
 def test_a_damaged_file_says_what_to_do(tmp_path, text):
-    (tmp_path / "gpu.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"gpu.json is damaged .*slotline tune"):
+    (tmp_path / file_name("gpu")).write_text(text)
+    with pytest.raises(ConfigError, match=r"gpu-triton-.*json is damaged .*slotline tune"):
         Tuning.of("gpu", [tmp_path])
 
 
@@ -65,7 +82,8 @@ def test_every_shipped_file_can_be_read():
     assert files
     for file in files:
         measured = read(file)
-        assert measured and file.name == file_name(json.loads(file.read_text())["device"])
+        about = json.loads(file.read_text())
+        assert measured and file.name == file_name(about["device"], about["triton"])
         for choices in measured.values():
             counts = [most for most, _ in choices]
             assert counts == sorted(set(counts)) and set(counts) <= set(tuner.COUNTS)
