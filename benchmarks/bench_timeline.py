@@ -6,7 +6,7 @@ on the device, `gap` what is left of the wall, `host` to schedule and commit (be
 launched ahead).
 
     python benchmarks/bench_timeline.py MODEL [--backend triton] [--rows 1 8 64 256] [--tokens 129] [--repeats 3]
-        [--out DIR]
+        [--deterministic] [--out DIR]
 """
 
 from __future__ import annotations
@@ -58,12 +58,13 @@ async def measure(engine: Any, rows: int, tokens: int) -> dict[str, float]:
 async def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure every number of rows."""
     found = []
-    config = {"max_slots": max(options.rows), "prefix_caching": False, "kv_cache_tokens": None}
+    config = {"max_slots": max(options.rows), "prefix_caching": False, "deterministic": options.deterministic}
     async with slotline.Engine.open(options.model, backend=options.backend, **config) as engine:
         for rows in options.rows:
             await measure(engine, rows, 4)
             runs = [await measure(engine, rows, options.tokens) for _ in range(options.repeats)]
             row: dict[str, Any] = {"bench": "timeline", "model": Path(options.model).name, "rows": rows}
+            row["deterministic"] = options.deterministic
             row |= {name: round(statistics.median(run[name] for run in runs), 3) for name in runs[0]}
             found.append(row)
             print(
@@ -80,6 +81,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 64, 256])
     parser.add_argument("--tokens", type=int, default=129)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--deterministic", action="store_true", help="to see what that mode costs")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     rows = asyncio.run(run(options))
