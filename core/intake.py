@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
 from slotline.backend import ALL_PARAMS, HARD_PARAMS, Capabilities
 from slotline.errors import ContextLengthExceeded, InvalidParameter, UnsupportedParameter
 from slotline.params import SamplingParams
+from slotline.plan import IntArray
 from slotline.request import Notice, SequenceRequest
 
 if TYPE_CHECKING:
@@ -182,14 +184,19 @@ class Intake:
 
     # --- prompts ----------------------------------------------------------------------
 
-    def check_ids(self, where: str, token_ids: Sequence[int]) -> None:
-        """Refuse ids outside the vocabulary.
+    def check_ids(self, where: str, token_ids: Sequence[int]) -> IntArray:
+        """Return ids [P] as an array; refuse those outside the vocabulary.
 
         Raises:
             InvalidParameter: naming the first of them.
         """
-        if token_ids and min(token_ids) >= 0 and max(token_ids) < self.vocab_size:
-            return
+        with contextlib.suppress(OverflowError):  # of an id that needs more than 32 bits
+            array = np.array(token_ids, np.int32)
+            if not len(array) or (array.min() >= 0 and array.max() < self.vocab_size):
+                return array
+        self._refuse_ids(where, token_ids)
+
+    def _refuse_ids(self, where: str, token_ids: Sequence[int]) -> NoReturn:
         for token_id in token_ids:
             if not 0 <= token_id < self.vocab_size:
                 raise InvalidParameter(
@@ -197,6 +204,7 @@ class Intake:
                     f"(the vocabulary has {self.vocab_size})",
                     param=where,
                 )
+        raise AssertionError("no id is outside the vocabulary")
 
     def truncated(self, prompts: Sequence[list[int]], params: SamplingParams) -> tuple[list[list[int]], list[Notice]]:
         """Cut each prompt to its last ``truncate_prompt_tokens``, where the request allows that; tell if any was."""
@@ -211,8 +219,8 @@ class Intake:
         notice = Notice("prompt_truncated", "truncate_prompt_tokens", message)
         return [token_ids[-most:] for token_ids in prompts], [notice]
 
-    def check_prompt(self, token_ids: Sequence[int], params: SamplingParams) -> int:
-        """Check one prompt and return its max_tokens.
+    def check_prompt(self, token_ids: Sequence[int], params: SamplingParams) -> tuple[IntArray, int]:
+        """Check one prompt and return its ids [P] and max_tokens.
 
         Raises:
             InvalidParameter: it is empty, or has ids outside the vocabulary.
@@ -231,7 +239,7 @@ class Intake:
                 "shorten it",
                 param="prompt",
             )
-        self.check_ids("prompt", token_ids)
+        array = self.check_ids("prompt", token_ids)
         if wanted is not None and wanted > room:
             raise ContextLengthExceeded(
                 f"max_tokens is {wanted} and the prompt has {len(token_ids)} tokens; at most {self.longest} fit "
@@ -241,7 +249,7 @@ class Intake:
         most = room if wanted is None else wanted
         if (params.min_tokens or 0) > most:
             raise InvalidParameter.of("min_tokens", params.min_tokens, f"0 to max_tokens ({most})")
-        return most
+        return array, most
 
     # --- sequences --------------------------------------------------------------------
 
@@ -258,8 +266,7 @@ class Intake:
         bad_words = self._bad_words(params)
         made: list[SequenceRequest] = []
         for token_ids in prompts:
-            max_tokens = self.check_prompt(token_ids, params)
-            array = np.array(token_ids, np.int32)
+            array, max_tokens = self.check_prompt(token_ids, params)
             seed = self._seed(params)
             leader = first_id + len(made)
             for choice in range(params.n):

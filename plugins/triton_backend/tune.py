@@ -16,7 +16,7 @@ from slotline.plugins.triton_backend.tuning import Choices, Other, Product, Use,
 
 COUNTS = (
     *(2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512),
-    *(640, 768, 896, 1024, 1280, 1536, 1792, 2048),
+    *(640, 768, 896, 1024, 1280, 1536, 1792, 2048, 4096, 8192),
 )  # rows of x; between two of them, the choice for the larger one counts
 MOST_LOGITS = 512
 CACHE = 300_000_000  # bytes of weights that pass between two uses of the same ones: more than an L2 cache holds
@@ -65,7 +65,7 @@ def ways(product: Product, count: int) -> Iterator[Way]:
     if product.use is Use.NORMED and count <= MOST_PARTED:
         tiles += PARTED
     for tile in tiles:
-        if tile.rows <= max(32, 2 * count - 1) and count <= 16 * tile.rows:
+        if tile.rows <= max(32, 2 * count - 1) and min(count, 2048) <= 16 * tile.rows:
             yield tile
 
 

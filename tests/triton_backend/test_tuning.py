@@ -97,7 +97,7 @@ def test_the_fastest_way_is_kept_where_it_is_clearly_faster():
             return times.get(way, 20.0)
         return {Other.LIBRARY: 10.0, TILE: 9.0 if count <= 128 else 11.0}.get(way)
 
-    assert tuner.tune(QKV, measure) == [(32, Other.LIBRARY), (128, TILE), (2048, Other.LIBRARY)]
+    assert tuner.tune(QKV, measure) == [(32, Other.LIBRARY), (128, TILE), (8192, Other.LIBRARY)]
     times[Other.FEW] = 9.7
     lines = []
     assert tuner.tune(QKV, measure, lines.append)[0] == (16, Other.FEW)
@@ -111,7 +111,7 @@ def test_logits_are_measured_for_as_many_rows_as_sample():
 
 
 @pytest.mark.parametrize("product", [QKV, UP])
-@pytest.mark.parametrize("count", [2, 33, 64, 700, 2048])
+@pytest.mark.parametrize("count", [2, 33, 64, 700, 2048, 8192])
 def test_tiles_that_are_tried_are_not_mostly_empty(product, count):
     tried = list(tuner.ways(product, count))
     assert Other.LIBRARY in tried and (Other.FEW in tried) == (count <= 16)
