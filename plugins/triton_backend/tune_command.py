@@ -10,6 +10,7 @@ from slotline.config import EngineConfig
 from slotline.errors import ConfigError
 from slotline.manager import PluginManager
 from slotline.plugins.models.cache import cache_dir
+from slotline.plugins.models.decoder import DecoderConfig
 from slotline.plugins.models.opening import locate, open_checkpoint
 from slotline.plugins.models.progress import for_terminal
 
@@ -38,16 +39,23 @@ def tune_models(models: tuple[str, ...], device: str | None, out: Path | None, v
     name = torch.cuda.get_device_name(chosen)
     path = out or cache_dir() / "tuned" / file_name(name)
     measured = read(path)
+
+    def keep() -> None:
+        write(path, measured, device=name, torch=torch.__version__, triton=triton.__version__)
+
+    keep()  # where it cannot be written, this is the time to say so
     watch = Stopwatch(chosen, torch.bfloat16)
     report = click.echo if verbose else lambda line: None
     for model in models:
-        config = EngineConfig.from_sources({"model": model})
-        found = open_checkpoint(
-            locate(config, manager.registry("model_sources"), for_terminal()).path, config, manager
-        ).config
-        for product in products(found):
+        for product in products(_described(model, manager)):
             measured[product] = tune(product, watch, report)
             said = ", ".join(f"to {most} rows {way}" for most, way in measured[product])
             click.echo(f"{model}: [{product.rows}, {product.columns}] {product.use.value}: {said}")
-    write(path, measured, device=name, torch=torch.__version__, triton=triton.__version__)
+        keep()
     click.echo(f"written to {path}")
+
+
+def _described(model: str, manager: PluginManager) -> DecoderConfig:
+    config = EngineConfig.from_sources({"model": model})
+    path = locate(config, manager.registry("model_sources"), for_terminal()).path
+    return open_checkpoint(path, config, manager).config

@@ -123,7 +123,11 @@ def read(path: Path) -> dict[Product, Choices]:
 
 
 def write(path: Path, measured: Mapping[Product, Choices], **about: str) -> None:
-    """Write a file; ``about`` says by what it was measured."""
+    """Write a file; ``about`` says by what it was measured.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
     entries = [
         {
             "rows": product.rows,
@@ -135,8 +139,11 @@ def write(path: Path, measured: Mapping[Product, Choices], **about: str) -> None
     ]
     lines = ",\n  ".join(json.dumps(entry) for entry in entries)
     head = "".join(f"{json.dumps(name)}: {json.dumps(value)}, " for name, value in about.items())
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f'{{{head}"products": [\n  {lines}\n]}}\n')
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f'{{{head}"products": [\n  {lines}\n]}}\n')
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}; choose another place with --out") from error
 
 
 def _product(entry: Any) -> Product:

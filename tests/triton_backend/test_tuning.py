@@ -43,6 +43,12 @@ def test_written_and_read(tmp_path):
     assert json.loads((tmp_path / "deep" / "a.json").read_text())["device"] == "A GPU"
 
 
+def test_a_place_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"cannot write .*a\.json: .*; choose another place with --out"):
+        write(tmp_path / "file" / "a.json", {})
+
+
 def test_own_measurements_go_before_shipped_ones(tmp_path):
     write(tmp_path / file_name("NVIDIA H200"), {QKV: [(999, WIDE)]}, device="NVIDIA H200")
     shipped, both = Tuning.of("NVIDIA H200"), Tuning.of("NVIDIA H200", [tmp_path])
