@@ -35,10 +35,20 @@ PARTED = (
         Tile(128, 256, 64, 8, 4, 4),
     ),
 )  # for a norm
+SHARED = (
+    Tile(64, 128, 64, 4, 6, shared=True),
+    Tile(128, 128, 64, 4, 5, shared=True),
+    Tile(128, 256, 64, 8, 4, shared=True),
+)
 MOST_PARTED = 512  # rows: with more of them, the parts are too much to write and read
 GATED = (
     *(Tile(32, 64, 64, 4, 4), Tile(32, 64, 128, 4, 5), Tile(64, 64, 128, 4, 4), Tile(64, 128, 64, 4, 5)),
     *(Tile(128, 64, 64, 4, 6), Tile(128, 128, 64, 8, 4)),
+    *(
+        Tile(64, 128, 64, 4, 5, shared=True),
+        Tile(128, 64, 64, 4, 6, shared=True),
+        Tile(128, 128, 64, 8, 4, shared=True),
+    ),
 )
 
 
@@ -61,7 +71,7 @@ def ways(product: Product, count: int) -> Iterator[Way]:
     yield Other.LIBRARY
     if count <= MOST:
         yield Other.FEW
-    tiles: tuple[Tile, ...] = GATED if product.use is Use.GATED else PLAIN
+    tiles: tuple[Tile, ...] = GATED if product.use is Use.GATED else PLAIN + SHARED
     if product.use is Use.NORMED and count <= MOST_PARTED:
         tiles += PARTED
     for tile in tiles:
