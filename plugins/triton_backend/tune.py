@@ -23,32 +23,42 @@ CACHE = 300_000_000  # bytes of weights that pass between two uses of the same o
 MARGIN = 0.98  # of the library's time: what our own way must stay below
 
 PLAIN = (
-    *(Tile(32, 64, 128, 4, 6), Tile(32, 128, 64, 8, 4), Tile(64, 64, 128, 4, 6), Tile(64, 128, 64, 4, 4)),
-    *(Tile(64, 128, 128, 4, 4), Tile(64, 256, 64, 4, 5), Tile(128, 128, 64, 4, 6), Tile(256, 128, 64, 8, 4)),
+    Tile(32, 64, 128, 4, 6),
+    Tile(32, 128, 64, 8, 4),
+    Tile(64, 64, 128, 4, 6),
+    Tile(64, 128, 64, 4, 4),
+    Tile(64, 128, 128, 4, 4),
+    Tile(64, 256, 64, 4, 5),
+    Tile(128, 128, 64, 4, 6),
+    Tile(256, 128, 64, 8, 4),
 )
-PARTED = (
-    *(Tile(32, 64, 128, 4, 6, 2), Tile(32, 64, 128, 4, 6, 4), Tile(64, 64, 128, 4, 6, 2), Tile(64, 64, 128, 4, 6, 4)),
-    *(
-        Tile(64, 128, 128, 4, 4, 2),
-        Tile(64, 256, 64, 4, 5, 2),
-        Tile(128, 128, 64, 4, 6, 2),
-        Tile(128, 256, 64, 8, 4, 4),
-    ),
-)  # for a norm
+PARTED = (  # for a norm
+    Tile(32, 64, 128, 4, 6, 2),
+    Tile(32, 64, 128, 4, 6, 4),
+    Tile(64, 64, 128, 4, 6, 2),
+    Tile(64, 64, 128, 4, 6, 4),
+    Tile(64, 128, 128, 4, 4, 2),
+    Tile(64, 256, 64, 4, 5, 2),
+    Tile(128, 128, 64, 4, 6, 2),
+    Tile(128, 256, 64, 8, 4, 4),
+)
+MOST_PARTED = 512  # rows: with more of them, the parts are too much to write and read
 SHARED = (
     Tile(64, 128, 64, 4, 6, shared=True),
+    Tile(64, 256, 64, 4, 5, shared=True),
     Tile(128, 128, 64, 4, 5, shared=True),
     Tile(128, 256, 64, 8, 4, shared=True),
 )
-MOST_PARTED = 512  # rows: with more of them, the parts are too much to write and read
 GATED = (
-    *(Tile(32, 64, 64, 4, 4), Tile(32, 64, 128, 4, 5), Tile(64, 64, 128, 4, 4), Tile(64, 128, 64, 4, 5)),
-    *(Tile(128, 64, 64, 4, 6), Tile(128, 128, 64, 8, 4)),
-    *(
-        Tile(64, 128, 64, 4, 5, shared=True),
-        Tile(128, 64, 64, 4, 6, shared=True),
-        Tile(128, 128, 64, 8, 4, shared=True),
-    ),
+    Tile(32, 64, 64, 4, 4),
+    Tile(32, 64, 128, 4, 5),
+    Tile(64, 64, 128, 4, 4),
+    Tile(64, 128, 64, 4, 5),
+    Tile(128, 64, 64, 4, 6),
+    Tile(128, 128, 64, 8, 4),
+    Tile(64, 128, 64, 4, 5, shared=True),
+    Tile(128, 64, 64, 4, 6, shared=True),
+    Tile(128, 128, 64, 8, 4, shared=True),
 )
 
 
