@@ -22,18 +22,17 @@ T = TypeVar("T")
 
 
 class Recording(Generic[T]):
-    """A function whose launches are recorded as a CUDA graph; on a CPU it is simply called.
+    """A function whose launches are recorded as a CUDA graph; without a stream to record on it is simply called.
 
     The function is held, and with it every tensor that the recording reads.
     """
 
-    def __init__(self, function: Callable[[], T], device: torch.device, pool: Any) -> None:
+    def __init__(self, function: Callable[[], T], pool: Any = None, stream: Any = None) -> None:
         self._function = function
         self._graph: torch.cuda.CUDAGraph | None = None
-        if device.type != "cuda":
+        if stream is None:
             return
-        stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch has no types for it
-        stream.wait_stream(torch.cuda.current_stream(device))  # what the first run reads must be there
+        stream.wait_stream(torch.cuda.current_stream(stream.device))  # what the first run reads must be there
         with torch.cuda.stream(stream):  # compiles every kernel of this size before it is recorded
             function()
         stream.synchronize()
@@ -90,9 +89,11 @@ class StepGraphs:
         self.inputs = torch.zeros(most, dtype=torch.int32, device=device)
         self.picked = torch.zeros((slots, width), dtype=dtype, device=device)
         pool = torch.cuda.graph_pool_handle() if compiled else None
+        # One stream for all of them: libraries keep tens of megabytes of scratch for each stream they have seen.
+        stream: Any = torch.cuda.Stream(device) if compiled else None  # type: ignore[no-untyped-call]
 
         def record(function: Callable[[], T]) -> Recording[T]:
-            return Recording(function, device, pool)
+            return Recording(function, pool, stream)
 
         with _nothing_collected():
             self._forwards = {n: record(self._forward(n)) for n in reversed(self.token_sizes)}
