@@ -44,11 +44,14 @@ AIMS = {"sse": ">= 20000", "whole": ">= 1500", "first": "< 5", "lockstep": "none
 
 def request(tokens: int, *, stream: bool, prompt: str = "a prompt of forty characters, more or less") -> bytes:
     """Return a whole request."""
-    body = json.dumps(
-        {"model": "echo", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "stream": stream}
-    ).encode()
+    return post({"model": "echo", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "stream": stream})
+
+
+def post(body: dict) -> bytes:
+    """Return a body with its head."""
+    data = json.dumps(body).encode()
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+    return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
 
 
 class Connection(asyncio.Protocol):

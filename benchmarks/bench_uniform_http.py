@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 import uvloop
-from bench_http import Connection
+from bench_http import Connection, post
 from record import keep
 
 import slotline
@@ -38,13 +38,6 @@ def requests(count: int, vocab: int) -> Requests:
         ([rng.randrange(low, high) for _ in range(rng.randint(100, 1024))], rng.randint(100, 1024))
         for _ in range(count)
     ]
-
-
-def body(model: str, prompt: list[int], tokens: int) -> bytes:
-    """Return a whole HTTP request."""
-    data = json.dumps({"model": model, "prompt": prompt, "max_tokens": tokens, "stream": True, **SAMPLING}).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
 
 
 async def over_http(port: int, bodies: list[bytes]) -> float:
@@ -88,7 +81,8 @@ def served(options: argparse.Namespace, work: Requests) -> list[float]:
     try:
         assert server.stdout is not None
         port = int(re.search(r"http://[^:]+:(\d+)", server.stdout.readline())[1])
-        bodies = [body("m", *each) for each in work]
+        common = {"model": "m", "stream": True, **SAMPLING}
+        bodies = [post({"prompt": prompt, "max_tokens": tokens, **common}) for prompt, tokens in work]
         uvloop.run(over_http(port, bodies[:8]))
         return [uvloop.run(over_http(port, bodies)) for _ in range(options.repeats)]
     finally:

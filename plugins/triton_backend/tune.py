@@ -143,11 +143,12 @@ class Stopwatch:
             return None
         weights = self._weights_of(product)
         x = torch.randn(count, product.columns, device=self._device, dtype=self._dtype)
-        residual, gain = x.new_zeros(count, product.rows), x.new_ones(product.rows)
+        normed = product.use is Use.NORMED  # what adding up takes counts, too
+        residual, gain = (x.new_zeros(count, product.rows), x.new_ones(product.rows)) if normed else (x, x)
 
         def run(weight: Tensor) -> None:
             found = compute(way, x, weight, None, product.use)
-            if product.use is Use.NORMED:  # what adding up takes counts, too
+            if normed:
                 rms_norm(found, gain, 1e-5, residual)
 
         try:

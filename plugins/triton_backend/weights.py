@@ -72,8 +72,9 @@ class Linear:
         for count in self.tuning.turns(Product(rows, columns, use)):
             if count <= most:
                 found = self._compute(self.weight.new_zeros(count, columns), use, activation)
-                if use is Use.NORMED:
-                    rms_norm(found, self.weight.new_ones(rows), 1e-5, self.weight.new_zeros(count, rows))
+                if use is Use.NORMED:  # the norm behind it adds a residual, or it is a post norm, which does not
+                    for residual in (self.weight.new_zeros(count, rows), None):
+                        rms_norm(found, self.weight.new_ones(rows), 1e-5, residual)
 
     def _compute(self, x: Tensor, use: Use, activation: str = "silu") -> Tensor:
         rows, columns = self.weight.shape

@@ -94,6 +94,11 @@ if not INTERPRETED:
     TILES += [Tile(32, 64, 128, 4, 5), Tile(64, 128, 64, 4, 4), Tile(128, 128, 64, 8, 3)]
 
 
+def skip_without_fetching(device: torch.device) -> None:
+    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 9:
+        pytest.skip("the device fetches no tiles")
+
+
 def halves(dtype: torch.dtype) -> bool:
     return dtype != torch.float32
 
@@ -105,8 +110,7 @@ def halves(dtype: torch.dtype) -> bool:
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_tiled_gemm(dtype, rows, columns, activation, count, biased, tile, device):
     """Rows, weights and columns that fill no whole number of tiles among them."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 9:
-        pytest.skip("the device fetches no tiles")
+    skip_without_fetching(device)
     x = draw(count, columns, dtype=dtype, device=device)
     weight, bias = weights(rows, columns, activation is not None, biased, dtype, device)
     for options in ({}, {"out_dtype": torch.float32}):
@@ -121,8 +125,7 @@ def test_tiled_gemm(dtype, rows, columns, activation, count, biased, tile, devic
 @pytest.mark.parametrize(("parts", "biased"), [(2, True), (4, False)])
 def test_products_in_parts(dtype, columns, parts, biased, device):
     """Of 64 columns, some parts have none."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 9:
-        pytest.skip("the device fetches no tiles")
+    skip_without_fetching(device)
     tile = Tile(32, 64, 64, 4, 3, parts)
     x = draw(40, columns, dtype=dtype, device=device)
     weight, bias = weights(96, columns, False, biased, dtype, device)
@@ -141,8 +144,7 @@ def test_products_in_parts(dtype, columns, parts, biased, device):
 @pytest.mark.parametrize("activation", GATES)
 def test_shared_tiles(dtype, count, rows, columns, activation, device, monkeypatch):
     """More tiles than programs, fewer, as many: what is left over is shared and added up in one order."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 9:
-        pytest.skip("the device fetches no tiles")
+    skip_without_fetching(device)
     monkeypatch.setattr(tiled_module, "multiprocessors", lambda device: 6)
     tile = Tile(64, 64, 64, 4, 3, shared=True)
     x = draw(count, columns, dtype=dtype, device=device)
