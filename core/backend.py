@@ -82,10 +82,20 @@ class BackendInfo:
 
 
 class StepHandle(Protocol):
-    """A launched step."""
+    """A launched step.
+
+    It may also have ``ready() -> bool``, which tells from any thread and without waiting whether the step is over. The
+    engine then leaves the interpreter to the backend's thread, which reads the result, before it wakes further readers.
+    """
 
     def result(self) -> StepResult:
         """Block until the step is done and return it; raise what the step raised."""
+
+
+def is_ready(step: StepHandle) -> bool:
+    """Tell whether a step is known to be done."""
+    ready = getattr(step, "ready", None)
+    return ready is not None and ready()
 
 
 class Backend(Protocol):

@@ -73,6 +73,13 @@ class EngineClient(Protocol):
     async def next_outputs(self) -> OutputBatch:
         """Wait for the news of the next step."""
 
+    @property
+    def has_news(self) -> bool:
+        """Tell whether ``next_outputs`` would return at once."""
+
+    async def make_way(self) -> None:
+        """Let a core in this process go first: wait, not for long, while it has a step to launch or to take in."""
+
     async def stats(self, counts: RequestCounts) -> tuple[CoreStats, RequestCounts]:
         """Return the core's counters, and what all of its clients counted; ``counts`` is this one's share."""
 
@@ -127,6 +134,15 @@ class LocalClient:
     async def next_outputs(self) -> OutputBatch:
         """Wait for the news of the next step."""
         return await self.core.next_outputs()
+
+    @property
+    def has_news(self) -> bool:
+        """Tell whether ``next_outputs`` would return at once."""
+        return self.core.has_news
+
+    async def make_way(self) -> None:
+        """Wait while the core has a step to launch or to take in."""
+        await self.core.settled()
 
     async def stats(self, counts: RequestCounts) -> tuple[CoreStats, RequestCounts]:
         """Return the core's counters and the only client's."""

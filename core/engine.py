@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
@@ -39,6 +40,7 @@ from slotline.request import Completion, Output, RequestEvent, SequenceRequest
 from slotline.scoring import SCORE_ONLY, Score, score_of
 from slotline.stats import EngineStats, RequestStats, engine_stats
 from slotline.text import Vocabulary
+from slotline.turns import TURN, Bell, Door
 
 __all__ = ["Engine", "Health"]
 
@@ -74,6 +76,8 @@ class Engine:
         )
         self._stats = RequestStats()
         self._processor = OutputProcessor(self._client.abort, self._first_token, self._finish, self._stats.gap)
+        self._bell = Bell()
+        self._door = Door(self._client.make_way)
         self._handles: dict[str, RequestHandle] = {}
         self._observed = bool(self.manager.hook.slotline_observe_request.get_hookimpls())
         self._prompts = PromptEncoder(self.model)
@@ -116,7 +120,7 @@ class Engine:
             loaded, reload = await load(config, manager, thread)
             core = EngineCore(loaded.config, loaded.backend, loaded.info, thread, reload)
             engine = cls(loaded.config, loaded.model, loaded.manager, LocalClient(core))
-            async with _running((engine._client.run, engine._pump), engine._close):
+            async with _running((engine._client.run, engine._pump, engine._door.run), engine._close):
                 yield engine
         finally:
             thread.shutdown(wait=False)
@@ -147,18 +151,35 @@ class Engine:
             model = await anyio.to_thread.run_sync(open_model, config, plugins, entry)
             engine = cls(config, model, plugins, client)
             client.counts = engine._stats.counts
-            async with _running((engine._pump,), engine._close):
+            async with _running((engine._pump, engine._door.run), engine._close):
                 yield engine
 
     async def _pump(self) -> None:
         """Bring the core's news to the mailboxes."""
         try:
             while True:
-                self._processor.process(await self._client.next_outputs())
+                batch = await self._client.next_outputs()
+                if len(batch.seq_ids) > TURN:
+                    await self._client.make_way()
+                self._processor.process(batch)
+                await self._wake_readers()
         except Exception as error:
             log.exception("output processing failed")
             self._client.give_up(EngineUnhealthy(f"output processing failed: {error!r}"))
             self._processor.close(EngineUnhealthy(f"output processing failed: {error!r}"))
+        finally:
+            self._bell.wake(len(self._bell))
+
+    async def _wake_readers(self) -> None:
+        """Wake readers by turns, the engine going first between two of them; news end it after a turn at least."""
+        while True:
+            self._bell.wake(TURN)
+            if not self._bell:
+                return
+            await asyncio.sleep(0)  # those just woken read
+            if self._client.has_news:
+                return
+            await self._client.make_way()
 
     async def _close(self) -> None:
         self._closed = True
@@ -201,6 +222,7 @@ class Engine:
             OverloadError: the queue is full.
             EngineError: the engine cannot run.
         """
+        await self._door.enter()
         self._check_open()
         params = params or SamplingParams()
         self._intake.check_place(priority, cache_salt, deadline)
@@ -220,7 +242,8 @@ class Engine:
         }
         sequences = self._intake.sequences(self._next_seq, token_ids, resolved, **common)
         self._next_seq += len(sequences)
-        handle = RequestHandle(request_id, resolved.params, token_ids, self.vocabulary, resolved.notices + cut, client)
+        notices = resolved.notices + cut
+        handle = RequestHandle(request_id, resolved.params, token_ids, self.vocabulary, notices, self._bell, client)
         handle.attach(sequences, self._abort_handle)
         await self._enter(handle, sequences)
         return handle

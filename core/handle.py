@@ -15,6 +15,7 @@ from slotline.text import Stops, TextStream, Vocabulary
 
 if TYPE_CHECKING:
     from slotline.params import SamplingParams
+    from slotline.turns import Bell
 
 
 class RequestHandle:
@@ -44,6 +45,7 @@ class RequestHandle:
         prompt_token_ids: list[list[int]],
         vocabulary: Vocabulary,
         warnings: list[Notice],
+        bell: Bell,
         client: str | None = None,
     ) -> None:
         self.request_id = request_id
@@ -51,7 +53,7 @@ class RequestHandle:
         self.prompt_token_ids = prompt_token_ids
         self.warnings = warnings
         self.client = client
-        self.box = Mailbox(vocabulary)
+        self.box = Mailbox(vocabulary, bell)
         self.choices: list[Choice] = []
         self.created = time.time()
         self.started = time.monotonic()

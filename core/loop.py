@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
-from slotline.backend import Backend, BackendInfo, StepHandle
+from slotline.backend import Backend, BackendInfo, StepHandle, is_ready
 from slotline.blocks import BlockPool
 from slotline.errors import DeadlineExceeded, EngineClosed, EngineUnhealthy, SlotlineError, StepFailed
 from slotline.outputs import OutputBatch, error_batch
@@ -33,6 +33,7 @@ T = TypeVar("T")
 
 log = logging.getLogger("slotline")
 
+MOST_WAIT = 0.02  # seconds that others wait for the backend's thread
 QUIET = 1.0  # seconds without work before the books are checked: it takes milliseconds, which a reader would wait for
 
 
@@ -65,8 +66,8 @@ class EngineCore:
             max_per_client=config.max_queue_per_client,
             max_bypass=config.max_bypass,
         )
-        self._budget = config.max_batch_tokens or info.batch_tokens
-        self.scheduler = Scheduler(config.max_slots, info.max_model_len, self._budget, pool, queue)
+        budget = config.max_batch_tokens or info.batch_tokens
+        self.scheduler = Scheduler(config.max_slots, info.max_model_len, budget, pool, queue)
         self.error: SlotlineError | None = None
         self.restarts = 0
         self.host_seconds = 0.0
@@ -80,9 +81,9 @@ class EngineCore:
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._stall_timeout = config.stall_timeout
         self._last_progress = time.monotonic()
+        self._stirred = asyncio.Event()  # a step was launched or taken in
         self._failed_before = False  # the step before failed too
         self._checked = True  # no step since the books were checked
-        self._resting = True  # the loop has nothing to do, or has not begun
 
     # --- for clients ------------------------------------------------------------------
 
@@ -102,8 +103,6 @@ class EngineCore:
                 timer = asyncio.get_running_loop().call_later(request.deadline, self._expire, request.seq_id)
                 self._timers[request.seq_id] = timer
         self._wake.set()
-        if self._resting and self.scheduler.queue.queued_tokens >= self._budget:
-            self._launch_early()
 
     def abort(self, seq_ids: Sequence[int]) -> None:
         """End sequences wherever they are; unknown ones are none of its business."""
@@ -118,6 +117,34 @@ class EngineCore:
             self._news.clear()
             await self._news.wait()
         return self._outbox.popleft()
+
+    @property
+    def has_news(self) -> bool:
+        """Tell whether ``next_outputs`` would return at once."""
+        return bool(self._outbox)
+
+    async def settled(self) -> None:
+        """Wait, for MOST_WAIT at most, while the backend's thread wants the interpreter, to launch or to read a result.
+
+        Whoever is about to keep the event loop busy calls this first: the thread gets its turn only when the loop has
+        nothing more to do, and the device may have run dry by then.
+        """
+        loop = asyncio.get_running_loop()
+        until = loop.time() + MOST_WAIT
+        while self._is_pressing() and loop.time() < until:
+            self._stirred.clear()
+            newest = self._launched[-1][0]
+            if not newest.done():  # otherwise a result is there, and taking it in will stir
+                newest.add_done_callback(lambda _: loop.call_soon_threadsafe(self._stirred.set))
+            timer = loop.call_at(until, self._stirred.set)
+            await self._stirred.wait()
+            timer.cancel()
+
+    def _is_pressing(self) -> bool:
+        if self.depth < 2 or not self._launched:  # with one step in flight, launching may be the computing itself
+            return False
+        oldest, newest = self._launched[0][0], self._launched[-1][0]
+        return not newest.done() or (oldest.exception() is None and is_ready(oldest.result()))
 
     def stats(self) -> CoreStats:
         """Return the counters."""
@@ -154,7 +181,6 @@ class EngineCore:
 
     async def run(self) -> None:
         """Run until cancelled. Whatever goes wrong ends requests with a typed error, never the host."""
-        self._resting = False
         try:
             while self.error is None:
                 self._launch_ahead()
@@ -169,6 +195,7 @@ class EngineCore:
                     continue
                 batch = self._take_in(result, since)
                 self._post(batch)
+                self._stirred.set()
         except Exception as error:
             log.exception("the engine loop failed")
             self.give_up(EngineUnhealthy(f"the engine loop failed: {error!r}"))
@@ -177,14 +204,6 @@ class EngineCore:
         """Launch steps until the pipeline is full or nothing more can be launched."""
         while self._launch_one():
             pass
-
-    def _launch_early(self) -> None:
-        """Launch a step that is full already: the loop's own turn may come after a thousand other submissions."""
-        try:
-            self._launch_one()
-        except Exception as error:
-            log.exception("a step could not be planned")
-            self.give_up(EngineUnhealthy(f"a step could not be planned: {error!r}"))
 
     def _launch_one(self) -> bool:
         """Launch a step; return whether there was room and work for it."""
@@ -216,13 +235,6 @@ class EngineCore:
             self._thread.submit(self.backend.release, ended)
         self._meter.rest()
         self._wake.clear()
-        self._resting = True
-        try:
-            await self._woken()
-        finally:
-            self._resting = False
-
-    async def _woken(self) -> None:
         if not self._checked and self.scheduler.idle:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(QUIET):

@@ -16,6 +16,7 @@ from slotline.request import Output
 if TYPE_CHECKING:
     from slotline.request import FinishReason
     from slotline.text import TextStream, Vocabulary
+    from slotline.turns import Bell
 
 
 class Choice:
@@ -94,10 +95,12 @@ class Choice:
 class Mailbox:
     """Where a request's choices leave their output and one reader takes it."""
 
-    __slots__ = ("_error", "_patient", "_ready", "_vocabulary", "_waiter")
+    __slots__ = ("_bell", "_error", "_patient", "_ready", "_rung", "_vocabulary", "_waiter")
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Vocabulary, bell: Bell) -> None:
         self._vocabulary = vocabulary
+        self._bell = bell
+        self._rung = False  # the reader is lined up
         self._ready: list[Choice] = []
         self._waiter: asyncio.Future[None] | None = None
         self._error: BaseException | None = None
@@ -108,13 +111,14 @@ class Mailbox:
         if not choice.listed:
             choice.listed = True
             self._ready.append(choice)
-        if self._waiter is not None and (choice.done or not self._patient):
-            self._wake()
+        if self._waiter is not None and not self._rung and (choice.done or not self._patient):
+            self._rung = True
+            self._bell.ring(self)
 
     def fail(self, error: BaseException) -> None:
         """Raise ``error`` in the reader once it has taken what is unread."""
         self._error = error
-        self._wake()
+        self.wake()
 
     async def get(self, *, patient: bool = False) -> list[Output]:
         """Wait for unread output and take all of it, one piece per choice.
@@ -140,7 +144,9 @@ class Mailbox:
         ready, self._ready = self._ready, []
         return [choice.take(self._vocabulary) for choice in ready]
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Let the reader go on, if it waits."""
+        self._rung = False
         waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():
             waiter.set_result(None)

@@ -235,6 +235,14 @@ class RemoteClient:
             await self._news.wait()
         return self._outbox.popleft()
 
+    @property
+    def has_news(self) -> bool:
+        """Tell whether ``next_outputs`` would return at once."""
+        return bool(self._outbox)
+
+    async def make_way(self) -> None:
+        """Return at once: the core has an interpreter of its own."""
+
     async def stats(self, counts: RequestCounts) -> tuple[CoreStats, RequestCounts]:
         """Return the core's counters and those of all clients; while there is no engine, what is known here."""
         if self._writer is None:

@@ -79,6 +79,10 @@ class EchoHandle:
         self._result = result
         self._ready_at = ready_at
 
+    def ready(self) -> bool:
+        """Tell whether its time has come."""
+        return time.monotonic() >= self._ready_at
+
     def result(self) -> StepResult:
         """Return the step's result, not before its time."""
         wait = self._ready_at - time.monotonic()

@@ -114,6 +114,7 @@ class StepDriver:
         """Fetch and check a launched step's result."""
         plan, handle = launched
         result = handle.result()
+        assert not hasattr(handle, "ready") or handle.ready(), "a step whose result was fetched is over"
         setups = [self.setups.get(row) for row in plan.rows.tolist()]
         check_result(plan, result, setups, self.info.vocab_size)
         waits = result.status == Status.WAIT

@@ -65,6 +65,13 @@ class Berth:
         if self._events is not None:
             self._events[1].record()
 
+    def done(self) -> bool:
+        """Tell whether everything of the step is over, for good or ill."""
+        try:
+            return self._events is None or bool(self._events[1].query())
+        except RuntimeError:  # what the device failed with; `wait` raises it where it is expected
+            return True
+
     def wait(self) -> float:
         """Wait for the end, the one wait of a step, and return the milliseconds from the beginning."""
         if self._events is None:
@@ -175,6 +182,10 @@ class LaunchedStep:
         self._refused = refused
         self._finish = finish
         self._result: StepResult | None = None
+
+    def ready(self) -> bool:
+        """Tell, without waiting, whether the step is over."""
+        return self._result is not None or self._berth.done()
 
     def result(self) -> StepResult:
         """Wait for the step and return what came of it."""

@@ -33,6 +33,7 @@ from slotline.manager import PluginManager
 from slotline.plugins.echo import VOCAB, open_model
 from slotline.request import RequestEvent
 from slotline.testing.sim import SimBackend, SimHandle, sim_answer
+from slotline.turns import TURN
 
 
 class GatedHandle(SimHandle):
@@ -492,26 +493,26 @@ async def test_two_failures_in_a_row_end_the_engine() -> None:
 
 
 @both_depths
-async def test_a_crowd_does_not_keep_a_full_step_waiting(depth: int) -> None:
-    """Everything is submitted before the loop has its turn; the first step is under way by then."""
+async def test_a_crowd_does_not_keep_the_first_step_waiting(depth: int) -> None:
+    """The first of them are under way before the last are in."""
     params = SamplingParams(max_tokens=3, seed=5, ignore_eos=True)
-    async with opened(SimBackend, depth=depth, max_slots=4, max_batch_tokens=8, max_queue=60) as (engine, _):
-        handles = [await engine.submit([f"p{i}"], params) for i in range(2)]
-        assert engine.stats().steps == 0
-        handles += [await engine.submit([f"p{i}"], params) for i in range(2, 40)]
-        assert engine.stats().steps == depth, "as many as may be launched ahead"
+    async with opened(SimBackend, depth=depth, max_slots=4, max_batch_tokens=8, max_queue=200) as (engine, _):
+        before = [await engine.submit([f"p{i}"], params) for i in range(TURN)]
+        assert engine.stats().steps == 0, "as many as go at a time are in before anything else has its turn"
+        handles = before + [await engine.submit([f"p{i}"], params) for i in range(TURN, 3 * TURN)]
+        assert engine.stats().steps > 0
         done = [(await handle.completions())[0].token_ids for handle in handles]
-        assert done == [answer(f"p{i}", 5, 3, ()) for i in range(40)]
+        assert done == [answer(f"p{i}", 5, 3, ()) for i in range(3 * TURN)]
 
 
-async def test_a_full_step_that_cannot_be_planned_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with opened(SimBackend, max_batch_tokens=8) as (engine, _):
+async def test_a_step_that_cannot_be_planned_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with opened(SimBackend) as (engine, _):
 
         def fail() -> None:
             raise AssertionError("no plan")
 
         monkeypatch.setattr(engine._client.core.scheduler, "schedule", fail)
-        handle = await engine.submit(["a prompt that fills a step"])
+        handle = await engine.submit(["a prompt"])
         with pytest.raises(EngineUnhealthy, match="no plan"):
             await handle.completions()
         assert not engine.health().ok

@@ -21,6 +21,7 @@ from slotline.plugins.echo import VOCAB, open_model
 from slotline.request import SequenceRequest
 from slotline.testing.sim import SimBackend, sim_answer
 from slotline.text import Vocabulary
+from slotline.turns import Bell
 
 CONFIG = EngineConfig(
     model="sim", max_slots=4, max_queue=40, max_model_len=128, kv_cache_tokens=256, block_size=4, max_batch_tokens=24
@@ -77,16 +78,17 @@ async def test_output_processor_and_core_speak_over_a_pipe(depth: int, tmp_path:
         async def pump() -> None:
             while True:
                 processor.process(await client.next_outputs())
+                bell.wake(len(bell))
 
         pumping = asyncio.create_task(pump())
-        next_id = 0
+        next_id, bell = 0, Bell()
 
         async def ask(prompt: bytes, params: SamplingParams) -> RequestHandle:
             nonlocal next_id
             resolved = intake.resolve(params)
             (sequence,) = intake.sequences(next_id, [list(prompt)], resolved)
             next_id += 1
-            handle = RequestHandle(str(next_id), resolved.params, [list(prompt)], vocabulary, [])
+            handle = RequestHandle(str(next_id), resolved.params, [list(prompt)], vocabulary, [], bell)
             handle.attach([sequence], lambda _: None)
             processor.register(handle)
             await client.submit([sequence])
