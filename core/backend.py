@@ -70,6 +70,7 @@ class BackendInfo:
         vocab_size: width of the logits.
         memory_report: bytes by use, for people.
         batch_tokens: tokens to compute in one step where max_batch_tokens is not given.
+        tile_tokens: a step of many tokens takes as long as whole tiles of so many; 1 = each token takes its own time.
     """
 
     num_blocks: int
@@ -79,6 +80,7 @@ class BackendInfo:
     vocab_size: int
     memory_report: dict[str, int] = field(default_factory=dict)
     batch_tokens: int = 8192
+    tile_tokens: int = 1
 
 
 class StepHandle(Protocol):

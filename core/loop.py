@@ -67,7 +67,7 @@ class EngineCore:
             max_bypass=config.max_bypass,
         )
         budget = config.max_batch_tokens or info.batch_tokens
-        self.scheduler = Scheduler(config.max_slots, info.max_model_len, budget, pool, queue)
+        self.scheduler = Scheduler(config.max_slots, info.max_model_len, budget, pool, queue, info.tile_tokens)
         self.error: SlotlineError | None = None
         self.restarts = 0
         self.host_seconds = 0.0

@@ -9,7 +9,7 @@ and computes them again later.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -51,12 +51,20 @@ class Planner:
     Args:
         budget: tokens computed in one step.
         running: sequences in rows, by number.
+        tile: tokens that a large step computes at a time.
     """
 
     def __init__(
-        self, budget: int, rows: RowTable, pool: BlockPool, queue: RequestQueue, running: Mapping[int, Sequence]
+        self,
+        budget: int,
+        rows: RowTable,
+        pool: BlockPool,
+        queue: RequestQueue,
+        running: Mapping[int, Sequence],
+        tile: int = 1,
     ) -> None:
         self.budget = budget
+        self.tile = tile
         self.rows = rows
         self.pool = pool
         self.queue = queue
@@ -79,6 +87,7 @@ class Planner:
         self._plan_chunks(work, rows[need > 1].tolist(), need[need > 1].tolist())
         if not work.short and not work.preempted:
             self._plan_admissions(work)
+        self._fill_tiles(work)
         if not (len(work.decode) or work.chunks or work.admissions):
             return None
         return self._build(work, step_id, ended, oldest_step)
@@ -164,6 +173,29 @@ class Planner:
             return True
         running = self.running.get(leader)
         return running is not None and running.publishing and running.published < blocks
+
+    # --- whole tiles ------------------------------------------------------------------
+
+    def _fill_tiles(self, work: Work) -> None:
+        """Leave to the next step what would only begin another tile, unless it is most of the prompts' tokens.
+
+        A step with a tile of rows that decode is followed by another, which has room for it. In smaller steps nobody
+        waits: they take as long as reading the weights does, whatever they compute.
+        """
+        prompts = sum(count for _, count in work.chunks) + sum(a.count for a in work.admissions)
+        excess = (len(work.decode) + prompts) % self.tile
+        if len(work.decode) < self.tile or 2 * excess > prompts:
+            return
+        while excess and work.admissions:
+            last = work.admissions.pop()
+            if last.count > excess:
+                work.admissions.append(replace(last, count=last.count - excess))
+            excess -= min(last.count, excess)
+        while excess:
+            row, count = work.chunks.pop()
+            if count > excess:
+                work.chunks.append((row, count - excess))
+            excess -= min(count, excess)
 
     # --- columns ----------------------------------------------------------------------
 

@@ -44,15 +44,18 @@ class Scheduler:
         budget: tokens computed in one step.
         pool: the KV blocks.
         queue: the line.
+        tile: tokens that a large step computes at a time.
     """
 
-    def __init__(self, max_slots: int, max_len: int, budget: int, pool: BlockPool, queue: RequestQueue) -> None:
+    def __init__(
+        self, max_slots: int, max_len: int, budget: int, pool: BlockPool, queue: RequestQueue, tile: int = 1
+    ) -> None:
         self.max_len = max_len
         self.pool = pool
         self.queue = queue
         self.rows = RowTable(max_slots, max_len, pool.block_size)
         self.running: dict[int, Sequence] = {}
-        self.planner = Planner(budget, self.rows, pool, queue, self.running)
+        self.planner = Planner(budget, self.rows, pool, queue, self.running, tile)
         self.counts = SchedulerCounts()
         self.inflight: deque[StepPlan] = deque()
         self._ended: list[int] = []

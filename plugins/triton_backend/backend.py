@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("slotline.triton")
 
 DTYPES = {"auto": torch.bfloat16, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TILE_TOKENS = 128  # rows of a tile in large products, the library's as well as ours
 
 
 class TritonBackend:
@@ -153,6 +154,7 @@ class TritonBackend:
                 "scratch": scratch,
             },
             batch_tokens=GPU_BATCH_TOKENS,
+            tile_tokens=TILE_TOKENS,
         )
         processors = Processors(self.processors, info)
         decoder = Decoder(decoder_config, weights, pool_of(size.num_blocks), state, longest)

@@ -38,13 +38,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching=st.booleans(),
         max_bypass=st.integers(1, 4),
         waits=st.lists(st.booleans(), min_size=1, max_size=4).filter(lambda waits: not all(waits)),
+        tile=st.integers(1, 4),
     )
-    def open(self, slots, blocks, budget, caching, max_bypass, waits):
+    def open(self, slots, blocks, budget, caching, max_bypass, waits, tile):
         self.backend = SimBackend(self.depth, VOCAB, waits=waits)
         info = self.backend.load(EngineConfig(kv_cache_tokens=blocks * 4, block_size=4), FakeModel())
         self.pool = BlockPool(info.num_blocks, info.block_size, prefix_caching=caching)
         self.queue = RequestQueue(slots + 6, max_bypass=max_bypass)
-        self.scheduler = Scheduler(slots, MAX_LEN, budget, self.pool, self.queue)
+        self.scheduler = Scheduler(slots, MAX_LEN, budget, self.pool, self.queue, tile)
         self.budget = budget
         self.handles = deque()
         self.pages = deque()  # per launched step: which occupant names which block

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
@@ -13,7 +14,7 @@ from hypothesis import given
 from slotline import SamplingParams
 from slotline.blocks import ROOT, BlockPool
 from slotline.errors import ClientLimitExceeded, QueueFull
-from slotline.plan import LogprobColumns, StepResult
+from slotline.plan import LogprobColumns, StepPlan, StepResult
 from slotline.queue import RequestQueue
 from slotline.request import SequenceRequest
 from slotline.scheduler import Scheduler
@@ -248,6 +249,54 @@ def test_a_parent_that_came_back_first_goes_last() -> None:
     pool.release(chain[:1])
     assert pool.peek(3, set())[1:] == [chain[1], chain[0]]
     pool.check_integrity()
+
+
+def plans(scheduler: Scheduler, most: int) -> Iterator[StepPlan]:
+    """Launch and commit steps, each sampling row getting a token; yield their plans."""
+    for _ in range(most):
+        plan = scheduler.schedule()
+        if plan is None:
+            return
+        scheduler.apply(plan)
+        count, one = len(plan), plan.sample.astype(np.int32)
+        tokens, status = np.full((count, 1), 5, np.int32), np.zeros(count, np.int8)
+        scheduler.commit(StepResult(plan.step_id, plan.rows, plan.epoch, tokens, one, status))
+        yield plan
+
+
+@pytest.mark.parametrize(
+    ("decoding", "prompts", "counts"),
+    [
+        (5, [9], [[7], [2]]),  # 14 tokens, 12 of them whole tiles; with what is left 7, of which 4 is less than half
+        (5, [7], [[7]]),  # 12
+        (5, [3], [[3]]),  # the tile would leave none of it
+        (5, [4], [[3], [1]]),
+        (5, [9, 1], [[7], [2, 1]]),  # the second waits for its turn, and the first is cut
+        (5, [9, 4], [[9, 2], [2]]),
+        (3, [9], [[9]]),  # few rows decode: the step takes what the weights take
+        (4, [2], [[2]]),
+    ],
+)
+def test_a_large_step_is_whole_tiles(decoding, prompts, counts) -> None:
+    pool = BlockPool(200, 4)
+    scheduler = Scheduler(16, 64, 64, pool, RequestQueue(32), tile=4)
+    scheduler.add([replace(request(i, length=1), max_tokens=40) for i in range(decoding)])
+    list(plans(scheduler, 1))
+    scheduler.add([replace(request(100 + i, length=n), max_tokens=1) for i, n in enumerate(prompts)])
+    found = [plan.count[decoding:].tolist() for plan in plans(scheduler, 4)]
+    assert found == counts + [[]] * (4 - len(counts))
+    scheduler.check_integrity()
+
+
+def test_prompts_that_are_cut_go_on_in_order() -> None:
+    """Chunks and admissions both: what is left over is a chunk of the next step."""
+    scheduler = Scheduler(16, 64, 64, BlockPool(200, 4), RequestQueue(32), tile=8)
+    scheduler.add([replace(request(i, length=1), max_tokens=60) for i in range(9)])
+    list(plans(scheduler, 1))
+    scheduler.add([replace(request(100 + i, length=n), max_tokens=2) for i, n in enumerate((30, 30, 3))])
+    found = [(plan.num_tokens, plan.count[9:].tolist()) for plan in plans(scheduler, 3)]
+    assert found == [(64, [30, 25]), (16, [1, 5, 1]), (12, [1, 2])]
+    scheduler.check_integrity()
 
 
 def test_a_row_that_makes_room_gives_its_tail_first() -> None:
