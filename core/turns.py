@@ -48,12 +48,15 @@ class Door:
 
     def __init__(self, make_way: Callable[[], Awaitable[None]]) -> None:
         self._make_way = make_way
+        self._closed = False
         self._passed = 0  # in this turn
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._crowded = asyncio.Event()
 
     async def enter(self) -> None:
         """Go through, at once unless as many as a turn lets through just did."""
+        if self._closed:
+            return
         loop = asyncio.get_running_loop()
         if self._passed == TURN:
             future = loop.create_future()
@@ -70,7 +73,7 @@ class Door:
             self._passed = 0
 
     async def run(self) -> None:
-        """Let those through that wait, until cancelled; then all of them."""
+        """Let those through that wait, until cancelled; from then on everybody goes through at once."""
         try:
             while True:
                 await self._crowded.wait()
@@ -81,7 +84,7 @@ class Door:
                     self._passed = 0
                 await asyncio.sleep(0)  # those let through submit
         finally:
-            self._passed = 0
+            self._closed = True
             self._let_through(len(self._waiting))
 
     def _let_through(self, count: int) -> None:

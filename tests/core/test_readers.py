@@ -226,6 +226,7 @@ async def test_a_crowd_goes_through_the_door_in_order_and_in_turns() -> None:
     await asyncio.sleep(0)
     letting_in.cancel()
     await asyncio.wait_for(asyncio.gather(*late), 30)  # nobody is locked out
+    await asyncio.wait_for(asyncio.gather(*(enter(-3) for _ in range(3 * TURN))), 30)  # nor whoever comes later
 
 
 async def test_who_waits_at_the_door_when_the_engine_closes_is_told() -> None:
