@@ -221,6 +221,7 @@ def _shared_kernel(
                     acc += tl.load(share, cache_modifier=".cg")
                     if GATED:
                         upper += tl.load(share + ROWS * WIDTH, cache_modifier=".cg")
+                tl.store(arrived + tile, 0)  # as the next product expects it
                 _store(acc, upper, bias, out, first, left, zero, M, N, ROWS, WIDTH, BIAS, GATED, GELU)
         at += high - low
 
@@ -238,6 +239,7 @@ def tiled_gemm(
     tile: Tile,
     activation: str | None = None,
     out_dtype: torch.dtype | None = None,
+    arrived: Tensor | None = None,
 ) -> Tensor:
     """Return [M, N] the product of rows; where the tile has parts, [parts, M, N] in float32 that sum up to it.
 
@@ -248,6 +250,8 @@ def tiled_gemm(
         tile: how to cut it.
         activation: "silu" or "gelu".
         out_dtype: x's unless given.
+        arrived: see `counters`; for shared tiles, which make their own if they are given none. Products that may run at
+            the same time need one each.
     """
     count, columns = x.shape
     if not fits(columns, x.element_size()):
@@ -272,24 +276,30 @@ def tiled_gemm(
     }  # fmt: skip
     tiles = triton.cdiv(count, tile.rows) * triton.cdiv(rows, tile.width)
     if tile.shared:
-        _share(given, how, tiles, count, rows, columns)
+        _share(given, how, tiles, (count, rows, columns), counters(x.device) if arrived is None else arrived)
     else:
         grid = (tiles * tile.parts,)
         _tiled_kernel[grid](*given, count, rows, columns, tile.parts, TURNED=tile.rows < LEAST, **how)
     return out
 
 
-def _share(given: tuple[Any, ...], how: dict[str, Any], tiles: int, count: int, rows: int, columns: int) -> None:
+def counters(device: torch.device) -> Tensor:
+    """Return zeros for shared tiles to count in; they are zeros again when a product is done."""
+    return torch.zeros(multiprocessors(device), dtype=torch.int32, device=device)
+
+
+def _share(
+    given: tuple[Any, ...], how: dict[str, Any], tiles: int, sizes: tuple[int, int, int], arrived: Tensor
+) -> None:
     """Launch a program for each multiprocessor, with room for what they have to add up."""
     device = given[3].device
-    steps, programs = triton.cdiv(columns, how["STEP"]), multiprocessors(device)
+    steps, programs = triton.cdiv(sizes[-1], how["STEP"]), multiprocessors(device)
     left = tiles % programs
     each = triton.cdiv(left * steps, programs)
     segments = triton.cdiv(steps, each) + 1 if left else 0
     size = how["ROWS"] * how["WIDTH"] * (2 if how["GATED"] else 1)
     partial = torch.empty(max(left * segments * size, 1), dtype=torch.float32, device=device)
-    arrived = torch.zeros(max(left, 1), dtype=torch.int32, device=device)
-    _shared_kernel[(programs,)](*given, partial, arrived, count, rows, columns, segments, **how)
+    _shared_kernel[(programs,)](*given, partial, arrived, *sizes, segments, **how)
 
 
 @cache

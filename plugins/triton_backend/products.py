@@ -12,15 +12,23 @@ from slotline.kernels.tiled_gemm import Tile, tiled_gemm
 from slotline.plugins.triton_backend.tuning import Other, Use, Way
 
 
-def compute(way: Way, x: Tensor, weight: Tensor, bias: Tensor | None, use: Use, activation: str = "silu") -> Tensor:
+def compute(
+    way: Way,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    use: Use,
+    activation: str = "silu",
+    arrived: Tensor | None = None,
+) -> Tensor:
     """Multiply rows [M, K] with weights [N, K] one way; return [M, N] what `Use` says of them.
 
-    Gated ones are half as many. Those for a norm may be [parts, M, N] in float32.
+    Gated ones are half as many. Those for a norm may be [parts, M, N] in float32. ``arrived``: see `tiled_gemm`.
     """
     wide = torch.float32 if use is Use.LOGITS else None
     active = activation if use is Use.GATED else None
     if isinstance(way, Tile):
-        return tiled_gemm(x, weight, bias, tile=way, activation=active, out_dtype=wide)
+        return tiled_gemm(x, weight, bias, tile=way, activation=active, out_dtype=wide, arrived=arrived)
     if way is Other.FEW:
         return skinny_gemm(x, weight, bias, activation=active, out_dtype=wide)
     if wide is not None:

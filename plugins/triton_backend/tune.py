@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slotline.kernels.rms_norm import rms_norm
 from slotline.kernels.skinny_gemm import MOST
-from slotline.kernels.tiled_gemm import Tile, fits
+from slotline.kernels.tiled_gemm import Tile, counters, fits
 from slotline.plugins.models.decoder import DecoderConfig
 from slotline.plugins.triton_backend.products import compute
 from slotline.plugins.triton_backend.tuning import Choices, Other, Product, Use, Way
@@ -134,6 +134,7 @@ class Stopwatch:
         self._device = device
         self._dtype = dtype
         self._repeats = repeats
+        self._arrived = counters(device)
         self._weights: list[Tensor] = []
         self._product: Product | None = None
 
@@ -147,7 +148,7 @@ class Stopwatch:
         residual, gain = (x.new_zeros(count, product.rows), x.new_ones(product.rows)) if normed else (x, x)
 
         def run(weight: Tensor) -> None:
-            found = compute(way, x, weight, None, product.use)
+            found = compute(way, x, weight, None, product.use, arrived=self._arrived)
             if normed:
                 rms_norm(found, gain, 1e-5, residual)
 

@@ -14,6 +14,7 @@ from slotline.kernels.gemm import gemm
 from slotline.kernels.gemv import gemv
 from slotline.kernels.rms_norm import rms_norm
 from slotline.kernels.rotate_and_store import HeadNorms
+from slotline.kernels.tiled_gemm import counters
 from slotline.plugins.models.decoder import DecoderConfig
 from slotline.plugins.models.rope import rope_inv_freq
 from slotline.plugins.triton_backend.products import compute
@@ -33,6 +34,7 @@ class Linear:
     bias: Tensor | None  # [out]
     exact: bool
     tuning: Tuning
+    arrived: Tensor  # see `tiled_gemm.counters`; one for all products of a model, which run one after the other
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return [T, out] for [T, in]."""
@@ -79,7 +81,7 @@ class Linear:
     def _compute(self, x: Tensor, use: Use, activation: str = "silu") -> Tensor:
         rows, columns = self.weight.shape
         way = self.tuning.way(Product(rows, columns, use), len(x), x.element_size())
-        return compute(way, x, self.weight, self.bias, use, activation)
+        return compute(way, x, self.weight, self.bias, use, activation, self.arrived)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +154,7 @@ def load_weights(
         embed=embed,
         layers=tuple(_layer(reader, i, config) for i in range(config.num_layers)),
         final_norm=reader.tensor("final_norm"),
-        head=Linear(embed if config.tie_embeddings else reader.tensor("lm_head"), None, exact, tuning),
+        head=reader.product(embed if config.tie_embeddings else reader.tensor("lm_head"), None),
         angles=tuple(_angles(config, kind, positions, device) for kind in range(len(config.layer_kinds))),
         activation=ACTIVATIONS[config.hidden_act],
         nbytes=reader.nbytes,
@@ -188,6 +190,7 @@ class _Reader:
         self._dtype = dtype
         self._exact = exact
         self._tuning = tuning
+        self._arrived = counters(device)
         self.nbytes = 0
 
     def tensor(self, *names: str) -> Tensor:
@@ -200,7 +203,10 @@ class _Reader:
     def linear(self, prefix: str, parts: str, *, biased: bool) -> Linear:
         names = [prefix + part for part in parts.split()]
         bias = self.tensor(*(f"{n}_bias" for n in names)) if biased else None
-        return Linear(self.tensor(*names), bias, self._exact, self._tuning)
+        return self.product(self.tensor(*names), bias)
+
+    def product(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        return Linear(weight, bias, self._exact, self._tuning, self._arrived)
 
 
 def _layer(reader: _Reader, index: int, config: DecoderConfig) -> Layer:
