@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import sys
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -55,6 +56,8 @@ log = logging.getLogger("slotline")
 BEAT = 0.5  # seconds between two signs of life
 REPORT_WITHIN = 0.5  # seconds that a client gets to report its counts; then its last report counts
 MAX_UNREAD = 256 * 2**20  # bytes that a client may leave unread before it is taken for dead
+# From Python 3.13 on, a server takes its socket's path along when it ends; the next engine process listens there.
+KEPT: dict[str, Any] = {"cleanup_socket": False} if sys.version_info >= (3, 13) else {}
 
 
 class EngineHost:
@@ -75,7 +78,7 @@ class EngineHost:
 
     async def serve(self, listener: socket.socket) -> None:
         """Take clients until cancelled."""
-        server = await asyncio.start_unix_server(self._talk, sock=listener)
+        server = await asyncio.start_unix_server(self._talk, sock=listener, **KEPT)
         try:
             async with server, anyio.create_task_group() as group:
                 group.start_soon(self._deliver)
