@@ -31,14 +31,14 @@ from slotline.plugins.echo import open_model
 
 STEP, ROW, PROMPT = 0.45e-3, 3.7e-6, 1.1e-6  # seconds of a step, of each row in it, of each further token, at speed 1
 CALLS, PER_CALL = 10, 8e-6  # of a launch: calls that give up the interpreter, and seconds of Python before each
-WIDTHS = (None, 5)
+WIDTHS = {None: "plain", 5: "logprobs5"}
 
 
 @dataclass
 class Handle:
     """A launched step and when it ends."""
 
-    result_: StepResult
+    outcome: StepResult
     end: float
 
     def ready(self) -> bool:
@@ -49,7 +49,7 @@ class Handle:
         """Wait for its end."""
         while (left := self.end - time.perf_counter()) > 0:
             time.sleep(left)
-        return self.result_
+        return self.outcome
 
 
 class PretendedDevice:
@@ -61,7 +61,7 @@ class PretendedDevice:
 
     def __init__(self, speed: float) -> None:
         self.speed = speed
-        self.idle = self.busy = self.free_at = 0.0
+        self.busy = self.free_at = 0.0
         self._nowhere = os.open(os.devnull, os.O_WRONLY)
 
     @hookimpl
@@ -89,7 +89,6 @@ class PretendedDevice:
             os.write(self._nowhere, b"x")
         now = time.perf_counter()
         took = (STEP + ROW * len(plan) + PROMPT * (plan.num_tokens - len(plan))) / self.speed
-        self.idle += max(0.0, now - self.free_at) if self.free_at else 0.0
         self.busy += took
         self.free_at = max(now, self.free_at) + took
         return Handle(result, self.free_at)
@@ -117,8 +116,11 @@ class PretendedDevice:
 def lengths(count: int) -> list[tuple[int, int]]:
     """Return (prompt tokens, answer tokens) as in chats: log-normal, means near 220 and 200."""
     source = random.Random(1)
-    clip = lambda x: max(4, min(1024, int(x)))  # noqa: E731
-    return [(clip(source.lognormvariate(4.8, 1.1)), clip(source.lognormvariate(4.87, 0.95))) for _ in range(count)]
+
+    def drawn(mean: float, spread: float) -> int:
+        return max(4, min(1024, int(source.lognormvariate(mean, spread))))
+
+    return [(drawn(4.8, 1.1), drawn(4.87, 0.95)) for _ in range(count)]
 
 
 async def measure(device: PretendedDevice, engine: slotline.Engine, work: list[tuple[int, int]], width: int | None):
@@ -134,7 +136,7 @@ async def measure(device: PretendedDevice, engine: slotline.Engine, work: list[t
         assert tokens == answer and (width is None or values >= answer), "something is missing"
         return pieces
 
-    device.idle = device.busy = device.free_at = 0.0
+    device.busy = device.free_at = 0.0
     began = time.perf_counter()
     pieces = await asyncio.gather(*(one(prompt, answer) for prompt, answer in work))
     spent = time.perf_counter() - began
@@ -155,7 +157,7 @@ async def run(speed: float, options: argparse.Namespace) -> dict:
                 found[width].append(await measure(device, engine, work, width))
     row = {"bench": "host", "speed": speed, "requests": options.requests, "rows": options.rows}
     row["tokens"] = sum(answer for _, answer in work)
-    for width, name in ((None, "plain"), (5, "logprobs5")):
+    for width, name in WIDTHS.items():
         row[f"{name}_s"], row[f"{name}_idle"], row[f"{name}_pieces"] = (
             round(statistics.median(column), 3) for column in zip(*found[width], strict=True)
         )

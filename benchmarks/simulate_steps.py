@@ -24,14 +24,13 @@ from record import RESULTS, keep
 from slotline import SamplingParams
 from slotline.blocks import BlockPool
 from slotline.plan import StepPlan, StepResult
+from slotline.plugins.triton_backend.graphs import DECODE_SIZES, TOKEN_SIZES, size_for
 from slotline.queue import RequestQueue
 from slotline.request import SequenceRequest
 from slotline.scheduler import Scheduler
 
 PRODUCTS = RESULTS / "20261130T182400Z-06ace35-products.json"
 LAYERS, WEIGHTS = 32, ("qkv", "o", "gu", "down")
-DECODE = (1, 2, 4, 8, *range(16, 65, 8), *range(80, 257, 16))  # sizes of recorded steps
-TOKENS = (16, 32, *range(64, 1025, 64), *range(1152, 2049, 128))
 KEY_BYTES, BANDWIDTH = 131072, 4.1e9  # of a key and value over all layers; bytes per millisecond
 
 
@@ -61,7 +60,9 @@ class Cost:
         """Return what a step takes."""
         single = plan.count == 1
         prompt, keys = int(plan.count[~single].sum()), int(plan.start[single].sum())
-        size = _padded(plan.num_tokens, TOKENS if prompt else DECODE)
+        size = size_for(plan.num_tokens, TOKEN_SIZES if prompt else DECODE_SIZES)
+        if size is None:  # it is not recorded
+            size = -(-plan.num_tokens // 64) * 64
         other = 0.19 if len(plan) <= 128 else 0.27  # logits and sampling
         other += LAYERS * (7.5e-3 + size * 36e-6) + (0.66 + LAYERS * 8e-3 + prompt * 2.5e-3 if prompt else 0.26)
         took = self._product(size) + keys * KEY_BYTES / BANDWIDTH + LAYERS * 6e-3 + other
@@ -74,11 +75,6 @@ class Cost:
         if rows > sizes[-1]:
             return self.products[sizes[-1]] * rows / sizes[-1]
         return self.products[sizes[bisect.bisect_left(sizes, rows)]]
-
-
-def _padded(tokens: int, sizes: tuple[int, ...]) -> int:
-    at = bisect.bisect_left(sizes, tokens)
-    return sizes[at] if at < len(sizes) else -(-tokens // 64) * 64
 
 
 def simulate(work: list[tuple[int, int]], rows: int, tile: int) -> dict:

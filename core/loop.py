@@ -76,8 +76,7 @@ class EngineCore:
         self._reload = reload
         self._launched: deque[tuple[Future[StepHandle], float]] = deque()
         self._wake = asyncio.Event()
-        self._outbox: deque[OutputBatch] = deque()
-        self._news = asyncio.Event()
+        self._news: asyncio.Queue[OutputBatch] = asyncio.Queue()
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._stall_timeout = config.stall_timeout
         self._last_progress = time.monotonic()
@@ -113,15 +112,12 @@ class EngineCore:
 
     async def next_outputs(self) -> OutputBatch:
         """Wait for and return the next news."""
-        while not self._outbox:
-            self._news.clear()
-            await self._news.wait()
-        return self._outbox.popleft()
+        return await self._news.get()
 
     @property
     def has_news(self) -> bool:
         """Tell whether ``next_outputs`` would return at once."""
-        return bool(self._outbox)
+        return not self._news.empty()
 
     async def settled(self) -> None:
         """Wait, for MOST_WAIT at most, while the backend's thread wants the interpreter, to launch or to read a result.
@@ -130,15 +126,14 @@ class EngineCore:
         nothing more to do, and the device may have run dry by then.
         """
         loop = asyncio.get_running_loop()
-        until = loop.time() + MOST_WAIT
-        while self._is_pressing() and loop.time() < until:
-            self._stirred.clear()
-            newest = self._launched[-1][0]
-            if not newest.done():  # otherwise a result is there, and taking it in will stir
-                newest.add_done_callback(lambda _: loop.call_soon_threadsafe(self._stirred.set))
-            timer = loop.call_at(until, self._stirred.set)
-            await self._stirred.wait()
-            timer.cancel()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(MOST_WAIT):
+                while self._is_pressing():
+                    self._stirred.clear()
+                    newest = self._launched[-1][0]
+                    if not newest.done():  # otherwise a result is there, and taking it in will stir
+                        newest.add_done_callback(lambda _: loop.call_soon_threadsafe(self._stirred.set))
+                    await self._stirred.wait()
 
     def _is_pressing(self) -> bool:
         if self.depth < 2 or not self._launched:  # with one step in flight, launching may be the computing itself
@@ -194,7 +189,7 @@ class EngineCore:
                     await self._recover(error)
                     continue
                 batch = self._take_in(result, since)
-                self._post(batch)
+                self._news.put_nowait(batch)
                 self._stirred.set()
         except Exception as error:
             log.exception("the engine loop failed")
@@ -259,14 +254,12 @@ class EngineCore:
                 self._forget(seq_id)
         return batch
 
-    def _post(self, batch: OutputBatch) -> None:
-        self._outbox.append(batch)
-        self._news.set()
-
     def _expire(self, seq_id: int) -> None:
         self._forget(seq_id)
         if self.scheduler.abort(seq_id):
-            self._post(error_batch(((seq_id, DeadlineExceeded("the request's deadline passed before it finished")),)))
+            self._news.put_nowait(
+                error_batch(((seq_id, DeadlineExceeded("the request's deadline passed before it finished")),))
+            )
             self._wake.set()
 
     def _forget(self, seq_id: int) -> None:
@@ -288,7 +281,7 @@ class EngineCore:
         for seq_id in failed:
             self._forget(seq_id)
         reason = StepFailed(f"the step that computed this request failed: {error!r}")
-        self._post(error_batch(tuple((seq_id, reason) for seq_id in failed)))
+        self._news.put_nowait(error_batch(tuple((seq_id, reason) for seq_id in failed)))
         if self._failed_before:
             self.give_up(EngineUnhealthy(f"two steps in a row failed, the last with {error!r}"))
             return
@@ -308,7 +301,7 @@ class EngineCore:
     def _end_all(self, error: SlotlineError) -> None:
         left = [*self.scheduler.running, *(s.seq_id for s in self.scheduler.queue.in_order())]
         self.abort(left)
-        self._post(error_batch(tuple((seq_id, error) for seq_id in left)))
+        self._news.put_nowait(error_batch(tuple((seq_id, error) for seq_id in left)))
 
     async def close(self) -> None:
         """End what is left with EngineClosed, wait for the thread, close the backend."""

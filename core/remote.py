@@ -10,7 +10,6 @@ import asyncio
 import itertools
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -66,8 +65,7 @@ class RemoteClient:
         self._live: set[int] = set()
         self._tickets: dict[int, asyncio.Future[Accepted | Told]] = {}
         self._numbers = itertools.count(1)
-        self._outbox: deque[OutputBatch] = deque()
-        self._news = asyncio.Event()
+        self._news: asyncio.Queue[OutputBatch] = asyncio.Queue()
         self._health = Health("loading", "the engine process is starting")
         self._heard = time.monotonic()
 
@@ -156,7 +154,7 @@ class RemoteClient:
         if isinstance(message, Outputs):
             batch = unpack_batch(message)
             self._live.difference_update(batch.seq_ids[batch.finish > 0].tolist(), (i for i, _ in batch.errors))
-            self._post(batch)
+            self._news.put_nowait(batch)
         elif isinstance(message, Accepted | Told):
             waiting = self._tickets.pop(message.ticket, None)
             if waiting is not None and not waiting.done():
@@ -179,11 +177,7 @@ class RemoteClient:
             if not waiting.done():
                 waiting.set_exception(lost)
         if live:
-            self._post(error_batch(tuple((seq_id, lost) for seq_id in sorted(live))))
-
-    def _post(self, batch: OutputBatch) -> None:
-        self._outbox.append(batch)
-        self._news.set()
+            self._news.put_nowait(error_batch(tuple((seq_id, lost) for seq_id in sorted(live))))
 
     def _send(self, data: bytes) -> None:
         if self._writer is not None:
@@ -230,15 +224,12 @@ class RemoteClient:
 
     async def next_outputs(self) -> OutputBatch:
         """Wait for the news of the next step."""
-        while not self._outbox:
-            self._news.clear()
-            await self._news.wait()
-        return self._outbox.popleft()
+        return await self._news.get()
 
     @property
     def has_news(self) -> bool:
         """Tell whether ``next_outputs`` would return at once."""
-        return bool(self._outbox)
+        return not self._news.empty()
 
     async def make_way(self) -> None:
         """Return at once: the core has an interpreter of its own."""

@@ -251,23 +251,28 @@ def test_a_parent_that_came_back_first_goes_last() -> None:
     pool.check_integrity()
 
 
+def carry_out(scheduler: Scheduler, plan: StepPlan) -> None:
+    """Launch a step and commit it, each sampling row getting a token."""
+    scheduler.apply(plan)
+    count, one = len(plan), plan.sample.astype(np.int32)
+    tokens, status = np.full((count, 1), 5, np.int32), np.zeros(count, np.int8)
+    scheduler.commit(StepResult(plan.step_id, plan.rows, plan.epoch, tokens, one, status))
+
+
 def plans(scheduler: Scheduler, most: int) -> Iterator[StepPlan]:
-    """Launch and commit steps, each sampling row getting a token; yield their plans."""
+    """Carry out steps; yield their plans."""
     for _ in range(most):
         plan = scheduler.schedule()
         if plan is None:
             return
-        scheduler.apply(plan)
-        count, one = len(plan), plan.sample.astype(np.int32)
-        tokens, status = np.full((count, 1), 5, np.int32), np.zeros(count, np.int8)
-        scheduler.commit(StepResult(plan.step_id, plan.rows, plan.epoch, tokens, one, status))
+        carry_out(scheduler, plan)
         yield plan
 
 
 @pytest.mark.parametrize(
     ("decoding", "prompts", "counts"),
     [
-        (5, [9], [[7], [2]]),  # 14 tokens, 12 of them whole tiles; with what is left 7, of which 4 is less than half
+        (5, [9], [[7], [2]]),  # 14 tokens, of which 12 are whole tiles; then 7, and leaving 3 would leave all of it
         (5, [7], [[7]]),  # 12
         (5, [3], [[3]]),  # the tile would leave none of it
         (5, [4], [[3], [1]]),
@@ -309,15 +314,8 @@ def test_a_row_that_makes_room_gives_its_tail_first() -> None:
         plan = scheduler.schedule()
         assert plan is not None and plan.step_id < 20
         table = scheduler.rows.blocks(1)
-        scheduler.apply(plan)
         taken = plan.block_ids.tolist()
-        count = len(plan)
-        one = plan.sample.astype(np.int32)
-        scheduler.commit(
-            StepResult(
-                plan.step_id, plan.rows, plan.epoch, np.full((count, 1), 5, np.int32), one, np.zeros(count, np.int8)
-            )
-        )
+        carry_out(scheduler, plan)
     assert len(table) == 2 and taken == [table[1]] and pool.is_cached(table[0])
     scheduler.check_integrity()
 

@@ -292,7 +292,7 @@ def test_thousands_of_idle_connections(serve):
         assert fds(process) > base + IDLE // 2  # of the first ones time may be up by now
         began = time.monotonic()
         assert server.post(prompt="abc").json()["choices"][0]["text"] == "abc"
-        assert time.monotonic() - began < 5  # not after the connections in front of it have run out of time
+        assert time.monotonic() - began < 1
         assert process.memory_info().rss - rss < 200 * MEBIBYTE
         until(lambda: fds(process) <= base)  # none is kept beyond its time
         assert all(b" 408 " in read_all(wire).splitlines()[0] for wire in wires[::40])
