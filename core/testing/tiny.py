@@ -40,6 +40,7 @@ def write_tiny_llama(folder: Path, *, seed: int = 0, **config: Any) -> Path:
     Args:
         config: keys of config.json to replace.
     """
+    folder.mkdir(parents=True, exist_ok=True)
     tokens = [END, *SIGNS.values(), *(merge.replace(" ", "") for merge in MERGES)]
     merged = {**CONFIG, "vocab_size": len(tokens) + 3, "eos_token_id": 0, "bos_token_id": None, **config}
     _write_json(folder / "config.json", merged)

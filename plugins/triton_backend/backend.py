@@ -158,12 +158,13 @@ class TritonBackend:
         )
         processors = Processors(self.processors, info)
         decoder = Decoder(decoder_config, weights, pool_of(size.num_blocks), state, longest)
-        before = _free_memory(device)
+        before, held = _free_memory(device), _reserved(device)
         rows = RowTable(state, seen, model.vocab_size, processors)
         graphs = StepGraphs(decoder, slots, weights.embed.shape[1], dtype, seen)
         runner = Runner(decoder, rows, graphs, processors, model.vocab_size)
         if device.type == "cuda":
-            info.memory_report["graphs"] = max(before - _free_memory(device), 0)
+            # What was free may have grown meanwhile by what another process gave back.
+            info.memory_report["graphs"] = max(before - _free_memory(device), _reserved(device) - held)
             weights.compile_products(batch_tokens, max(slots, PROMPT_CHUNK))
             warm_up(runner, slots=slots, longest=longest, batch_tokens=batch_tokens, blocks=size.num_blocks)
             log.info("triton: %s", ", ".join(f"{k} {v / 2**20:,.0f} MiB" for k, v in info.memory_report.items()))
@@ -175,6 +176,10 @@ def _free_memory(device: torch.device) -> int:
         return free_host_memory()
     torch.cuda.empty_cache()  # what the allocator keeps for later is free, too
     return torch.cuda.mem_get_info(device)[0]
+
+
+def _reserved(device: torch.device) -> int:
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
 
 
 def device_name(device: torch.device) -> str:

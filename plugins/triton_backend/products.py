@@ -19,21 +19,25 @@ def compute(
     bias: Tensor | None,
     use: Use,
     activation: str = "silu",
-    arrived: Tensor | None = None,
+    *,
+    zeros: Tensor,
 ) -> Tensor:
     """Multiply rows [M, K] with weights [N, K] one way; return [M, N] what `Use` says of them.
 
-    Gated ones are half as many. Those for a norm may be [parts, M, N] in float32. ``arrived``: see `tiled_gemm`.
+    Gated ones are half as many. Those for a norm may be [parts, M, N] in float32. ``zeros`` [N]: the bias of a product
+    without one, where a way needs one.
     """
     wide = torch.float32 if use is Use.LOGITS else None
     active = activation if use is Use.GATED else None
     if isinstance(way, Tile):
-        return tiled_gemm(x, weight, bias, tile=way, activation=active, out_dtype=wide, arrived=arrived)
+        return tiled_gemm(x, weight, bias, tile=way, activation=active, out_dtype=wide)
     if way is Other.FEW:
         return skinny_gemm(x, weight, bias, activation=active, out_dtype=wide)
     if wide is not None:
         if x.dtype is wide or not x.is_cuda:
             return functional.linear(x, weight).float()
         return torch.mm(x, weight.t(), out_dtype=wide)
+    if way is Other.CUBLASLT and bias is None:
+        bias = zeros
     product = functional.linear(x, weight, bias)
     return product if active is None else gate(product, active)

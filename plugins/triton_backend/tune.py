@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slotline.kernels.rms_norm import rms_norm
 from slotline.kernels.skinny_gemm import MOST
-from slotline.kernels.tiled_gemm import Tile, counters, fits
+from slotline.kernels.tiled_gemm import Tile, fits
 from slotline.plugins.models.decoder import DecoderConfig
 from slotline.plugins.triton_backend.products import compute
 from slotline.plugins.triton_backend.tuning import Choices, Other, Product, Use, Way
@@ -43,12 +43,6 @@ PARTED = (  # for a norm
     Tile(128, 256, 64, 8, 4, 4),
 )
 MOST_PARTED = 512  # rows: with more of them, the parts are too much to write and read
-SHARED = (
-    Tile(64, 128, 64, 4, 6, shared=True),
-    Tile(64, 256, 64, 4, 5, shared=True),
-    Tile(128, 128, 64, 4, 5, shared=True),
-    Tile(128, 256, 64, 8, 4, shared=True),
-)
 GATED = (
     Tile(32, 64, 64, 4, 4),
     Tile(32, 64, 128, 4, 5),
@@ -56,9 +50,6 @@ GATED = (
     Tile(64, 128, 64, 4, 5),
     Tile(128, 64, 64, 4, 6),
     Tile(128, 128, 64, 8, 4),
-    Tile(64, 128, 64, 4, 5, shared=True),
-    Tile(128, 64, 64, 4, 6, shared=True),
-    Tile(128, 128, 64, 8, 4, shared=True),
 )
 
 
@@ -77,11 +68,13 @@ def products(config: DecoderConfig) -> list[Product]:
 
 
 def ways(product: Product, count: int) -> Iterator[Way]:
-    """Yield what may be fastest for ``count`` rows: the library, our own few rows, tiles that are not mostly empty."""
+    """Yield what may be fastest for ``count`` rows: libraries, our own few rows, tiles that are not mostly empty."""
     yield Other.LIBRARY
+    if product.use is not Use.LOGITS:
+        yield Other.CUBLASLT
     if count <= MOST:
         yield Other.FEW
-    tiles: tuple[Tile, ...] = GATED if product.use is Use.GATED else PLAIN + SHARED
+    tiles: tuple[Tile, ...] = GATED if product.use is Use.GATED else PLAIN
     if product.use is Use.NORMED and count <= MOST_PARTED:
         tiles += PARTED
     for tile in tiles:
@@ -134,7 +127,6 @@ class Stopwatch:
         self._device = device
         self._dtype = dtype
         self._repeats = repeats
-        self._arrived = counters(device)
         self._weights: list[Tensor] = []
         self._product: Product | None = None
 
@@ -144,11 +136,12 @@ class Stopwatch:
             return None
         weights = self._weights_of(product)
         x = torch.randn(count, product.columns, device=self._device, dtype=self._dtype)
+        zeros = x.new_zeros(product.rows)
         normed = product.use is Use.NORMED  # what adding up takes counts, too
         residual, gain = (x.new_zeros(count, product.rows), x.new_ones(product.rows)) if normed else (x, x)
 
         def run(weight: Tensor) -> None:
-            found = compute(way, x, weight, None, product.use, arrived=self._arrived)
+            found = compute(way, x, weight, None, product.use, zeros=zeros)
             if normed:
                 rms_norm(found, gain, 1e-5, residual)
 

@@ -35,6 +35,7 @@ class Other(Enum):
     """Ways beside tiles."""
 
     LIBRARY = "library"
+    CUBLASLT = "cublaslt"  # where a product with a bias goes; it has other kernels for the same shapes
     FEW = "few"  # kernels.skinny_gemm
 
     def __str__(self) -> str:

@@ -14,7 +14,6 @@ from slotline.kernels.gemm import gemm
 from slotline.kernels.gemv import gemv
 from slotline.kernels.rms_norm import rms_norm
 from slotline.kernels.rotate_and_store import HeadNorms
-from slotline.kernels.tiled_gemm import counters
 from slotline.plugins.models.decoder import DecoderConfig
 from slotline.plugins.models.rope import rope_inv_freq
 from slotline.plugins.triton_backend.products import compute
@@ -34,7 +33,7 @@ class Linear:
     bias: Tensor | None  # [out]
     exact: bool
     tuning: Tuning
-    arrived: Tensor  # see `tiled_gemm.counters`; one for all products of a model, which run one after the other
+    zeros: Tensor  # [out], see `compute`
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return [T, out] for [T, in]."""
@@ -81,7 +80,7 @@ class Linear:
     def _compute(self, x: Tensor, use: Use, activation: str = "silu") -> Tensor:
         rows, columns = self.weight.shape
         way = self.tuning.way(Product(rows, columns, use), len(x), x.element_size())
-        return compute(way, x, self.weight, self.bias, use, activation, self.arrived)
+        return compute(way, x, self.weight, self.bias, use, activation, zeros=self.zeros)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +189,7 @@ class _Reader:
         self._dtype = dtype
         self._exact = exact
         self._tuning = tuning
-        self._arrived = counters(device)
+        self._zeros: dict[int, Tensor] = {}
         self.nbytes = 0
 
     def tensor(self, *names: str) -> Tensor:
@@ -206,7 +205,8 @@ class _Reader:
         return self.product(self.tensor(*names), bias)
 
     def product(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        return Linear(weight, bias, self._exact, self._tuning, self._arrived)
+        zeros = self._zeros.setdefault(len(weight), weight.new_zeros(len(weight)))
+        return Linear(weight, bias, self._exact, self._tuning, zeros)
 
 
 def _layer(reader: _Reader, index: int, config: DecoderConfig) -> Layer:

@@ -66,7 +66,7 @@ class Tuned(dict[Product, Choices]):
     def get(self, product: Product, default: Any = None) -> Any:
         if CAPABILITY < 90:
             return default
-        tiles = {Use.GATED: tuner.GATED, Use.NORMED: tuner.PARTED}.get(product.use, tuner.PLAIN + tuner.SHARED)
+        tiles = {Use.GATED: tuner.GATED, Use.NORMED: tuner.PARTED}.get(product.use, tuner.PLAIN)
         return [(2, Other.FEW), *((8 * (number + 1), tile) for number, tile in enumerate(tiles))]
 
 

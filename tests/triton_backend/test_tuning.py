@@ -8,9 +8,12 @@ import pytest
 
 pytest.importorskip("triton")
 
+import torch
+
 from slotline.errors import ConfigError
 from slotline.kernels.tiled_gemm import Tile
 from slotline.plugins.triton_backend import tune as tuner
+from slotline.plugins.triton_backend.products import compute
 from slotline.plugins.triton_backend.tuning import SHIPPED, Other, Product, Tuning, Use, file_name, read, write
 
 QKV, UP = Product(6144, 4096, Use.PLAIN), Product(28672, 4096, Use.GATED)
@@ -125,6 +128,15 @@ def test_tiles_that_are_tried_are_not_mostly_empty(product, count):
     assert tiles and all(tile.rows <= 32 or tile.rows < 2 * count for tile in tiles)
 
 
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("way", list(Other)[:2])
+def test_libraries_multiply(way, biased):
+    x, weight, bias = torch.randn(3, 8), torch.randn(6, 8), torch.randn(6)
+    found = compute(way, x, weight, bias if biased else None, Use.PLAIN, zeros=torch.zeros(6))
+    torch.testing.assert_close(found, x @ weight.t() + (bias if biased else 0))
+    assert way in tuner.ways(QKV, 64)
+
+
 def test_only_what_a_norm_adds_up_comes_in_parts():
     def parts(use, count):
         return {way.parts for way in tuner.ways(Product(4096, 4096, use), count) if isinstance(way, Tile)}
@@ -134,7 +146,6 @@ def test_only_what_a_norm_adds_up_comes_in_parts():
 
 
 def test_tuning_needs_a_gpu(tmp_path):
-    import torch
     from click.testing import CliRunner
 
     from slotline.plugins.triton_backend.tune_command import tune_models

@@ -5,7 +5,6 @@ import os
 import pytest
 import torch
 
-from slotline.kernels import tiled_gemm as tiled_module
 from slotline.kernels.gemv import gemv
 from slotline.kernels.norm_gemv import norm_gemv
 from slotline.kernels.norm_gemv import pays as norm_gemv_pays
@@ -15,7 +14,7 @@ from slotline.kernels.reference import skinny_gemm as skinny_reference
 from slotline.kernels.reference import tiled_gemm as tiled_reference
 from slotline.kernels.skinny_gemm import MOST, skinny_gemm
 from slotline.kernels.skinny_gemm import pays as skinny_gemm_pays
-from slotline.kernels.tiled_gemm import Tile, counters, tiled_gemm
+from slotline.kernels.tiled_gemm import Tile, tiled_gemm
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [] if INTERPRETED else pytest.mark.gpu
@@ -137,29 +136,9 @@ def test_products_in_parts(dtype, columns, parts, biased, device):
         tiled_gemm(x, weight, tile=tile, activation="silu")
 
 
-@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if INTERPRETED or halves(dtype)])
-@pytest.mark.parametrize(
-    ("count", "rows", "columns"), [(70, 160, 520), (130, 100, 200), (64, 64 * 6, 64), (3, 40, 1000)]
-)
-@pytest.mark.parametrize("activation", GATES)
-def test_shared_tiles(dtype, count, rows, columns, activation, device, monkeypatch):
-    """More tiles than programs, fewer, as many: what is left over is shared and added up in one order."""
-    skip_without_fetching(device)
-    monkeypatch.setattr(tiled_module, "multiprocessors", lambda device: 6)
-    tile = Tile(64, 64, 64, 4, 3, shared=True)
-    x = draw(count, columns, dtype=dtype, device=device)
-    weight, bias = weights(rows, columns, activation is not None, True, dtype, device)
-    ours = tiled_gemm(x, weight, bias, tile=tile, activation=activation)
-    near(ours, tiled_reference.tiled_gemm(x, weight, bias, tile=tile, activation=activation), CLOSE[dtype])
-    arrived = counters(device)
-    for _ in range(2):  # what one left is what the next begins with
-        assert torch.equal(tiled_gemm(x, weight, bias, tile=tile, activation=activation, arrived=arrived), ours)
-        assert not arrived.any()
-
-
-@pytest.mark.parametrize(("parts", "shared"), [(1, False), (4, False), (1, True)])
-def test_tiles_are_written_and_read(parts, shared):
-    tile = Tile(64, 128, 32, 8, 5, parts, shared)
+@pytest.mark.parametrize("parts", [1, 4])
+def test_tiles_are_written_and_read(parts):
+    tile = Tile(64, 128, 32, 8, 5, parts)
     assert Tile.parse(str(tile)) == tile
     with pytest.raises(ValueError, match="'tile 1x2' is no tile"):
         Tile.parse("tile 1x2")
