@@ -98,6 +98,19 @@ def test_every_shipped_file_can_be_read():
             assert counts == sorted(set(counts)) and set(counts) <= set(tuner.COUNTS)
 
 
+def test_the_shipped_file_knows_the_products_of_the_speed_table():
+    """Those of internlm2-7b and of Qwen3-0.6B."""
+    measured = read(SHIPPED / file_name("NVIDIA H200", "3.6"))
+    for hidden, queries, both, inner, vocab in ((4096, 4096, 6144, 14336, 92544), (1024, 2048, 4096, 3072, 151936)):
+        assert {
+            Product(both, hidden, Use.PLAIN),
+            Product(hidden, queries, Use.NORMED),
+            Product(2 * inner, hidden, Use.GATED),
+            Product(hidden, inner, Use.NORMED),
+            Product(vocab, hidden, Use.LOGITS),
+        } <= set(measured)
+
+
 def test_the_fastest_way_is_kept_where_it_is_clearly_faster():
     times = {Other.LIBRARY: 10.0, Other.FEW: 9.9}
 
