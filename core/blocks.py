@@ -152,6 +152,9 @@ class BlockPool:
             self._refs[block] -= 1
             if self._refs[block]:
                 continue
+            if after_step is None and block not in self._node:
+                self._free[block] = None
+                continue
             # A parent stays as long as what hangs on it waits, or it could be evicted from under it.
             node = self._node.get(block)
             until = max(after_step or 0, self._child_until.get(node, 0) if node is not None else 0)

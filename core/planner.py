@@ -77,6 +77,8 @@ class Planner:
             ended: rows to tell the backend of.
             oldest_step: the oldest step in flight, or one that is higher than any.
         """
+        if not self.running and not len(self.queue):
+            return None
         work = Work(self.budget, self.pool.available)
         rows = self.rows.in_order()
         need = self.rows.need(rows)
@@ -150,7 +152,8 @@ class Planner:
         if work.budget <= 0 or not slots.num_free or not len(self.queue):
             return
         spare, claimed = slots.num_occupied, set[int]()
-        for row, seq in zip(slots.peek(slots.num_free), self.queue.in_order(), strict=False):
+        wanted = min(slots.num_free, len(self.queue))
+        for row, seq in zip(slots.peek(wanted), self.queue.in_order(), strict=False):
             request = seq.request
             hits = self.pool.lookup(seq.tokens, request.cache_salt, request.adapter) if seq.reads_cache else []
             revived = {b for b in hits if self.pool.is_cached(b)} - claimed

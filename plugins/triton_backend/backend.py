@@ -160,7 +160,7 @@ class TritonBackend:
         decoder = Decoder(decoder_config, weights, pool_of(size.num_blocks), state, longest)
         before, held = _free_memory(device), _reserved(device)
         rows = RowTable(state, seen, model.vocab_size, processors)
-        graphs = StepGraphs(decoder, slots, weights.embed.shape[1], dtype, seen)
+        graphs = StepGraphs(decoder, slots, weights.embed.shape[1], dtype, seen, min(batch_tokens, longest))
         runner = Runner(decoder, rows, graphs, processors, model.vocab_size)
         if device.type == "cuda":
             # What was free may have grown meanwhile by what another process gave back.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ class Decoder:
 
     Attributes:
         exact: what a token gives does not depend on what else is in the step, to the last bit.
+        library: library attention may compute a prompt from its beginning on.
     """
 
     def __init__(self, config: DecoderConfig, weights: Weights, pool: Tensor, state: Tensor, longest: int) -> None:
@@ -41,6 +43,7 @@ class Decoder:
         self.shape = Shape.of(config)
         width = weights.embed.shape[1]
         self.exact = weights.head.exact
+        self.library = self.shape.plain and not self.exact
         self._fuses = norm_pays(width) and not config.post_norms and not self.exact
 
     def hidden(self, columns: Columns[Tensor], lines: int, wholes: Sequence[Whole] = ()) -> Tensor:
@@ -81,6 +84,11 @@ class Decoder:
             keep=bool(wholes),
             picks=columns.picks if pick else None,
         )
+
+    def shallow(self) -> Decoder:
+        """Return the first two layers alone: what is compiled, or chosen by a library, is the same for all layers."""
+        weights = replace(self._weights, layers=self._weights.layers[:2])
+        return Decoder(self._config, weights, self._pool[:2], self.state, self._longest)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return [T, V] in float32 for hidden states [T, C]."""

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from slotline.plan import IntArray, StepPlan
+from slotline.plugins.triton_backend.attention import Whole
 from slotline.plugins.triton_backend.decoder import Decoder
 from slotline.plugins.triton_backend.inputs import Columns, Layout, fill, fill_single
 from slotline.plugins.triton_backend.rows import to_device
 from slotline.plugins.triton_backend.sampling import Kind, choose
 
 MOST_TOKENS = 2048  # of a step with prompts that is recorded; for more, launching takes less than computing
+WHOLE = 128  # larger steps that are one whole prompt are recorded for each multiple of it
 T = TypeVar("T")
 
 
@@ -25,16 +27,21 @@ class Recording(Generic[T]):
     """A function whose launches are recorded as a CUDA graph; without a stream to record on it is simply called.
 
     The function is held, and with it every tensor that the recording reads.
+
+    Args:
+        first: runs before it is recorded, to compile every kernel of this size; the function itself unless given.
     """
 
-    def __init__(self, function: Callable[[], T], pool: Any = None, stream: Any = None) -> None:
+    def __init__(
+        self, function: Callable[[], T], pool: Any = None, stream: Any = None, first: Callable[[], object] | None = None
+    ) -> None:
         self._function = function
         self._graph: torch.cuda.CUDAGraph | None = None
         if stream is None:
             return
         stream.wait_stream(torch.cuda.current_stream(stream.device))  # what the first run reads must be there
-        with torch.cuda.stream(stream):  # compiles every kernel of this size before it is recorded
-            function()
+        with torch.cuda.stream(stream):
+            (first or function)()
         stream.synchronize()
         self._graph = torch.cuda.CUDAGraph()
         # Only this thread must not wait meanwhile: others of the host's program are free to use the device.
@@ -65,13 +72,19 @@ def _nothing_collected() -> Iterator[None]:
 class StepGraphs:
     """All recordings of a backend, made once. They share what they write to and their scratch memory.
 
+    Args:
+        most: tokens that one prompt brings to a step at most.
+
     Attributes:
+        whole_sizes: tokens of the recorded steps that are one prompt from its beginning on, for library attention.
         inputs: [words] int32, the columns that recordings read.
         round: tokens of a step that is not recorded are rounded up to a multiple of this.
         picked: [slots, C] the outputs that sampling rows take.
     """
 
-    def __init__(self, decoder: Decoder, slots: int, width: int, dtype: torch.dtype, seen: Tensor | None) -> None:
+    def __init__(
+        self, decoder: Decoder, slots: int, width: int, dtype: torch.dtype, seen: Tensor | None, most: int
+    ) -> None:
         self._seen = seen
         self._decoder = decoder
         self._slots = slots
@@ -80,22 +93,29 @@ class StepGraphs:
         self.decode_sizes = sizes_up_to(slots, DECODE_SIZES if compiled else FEW_ROWS)
         self.token_sizes = TOKEN_SIZES if compiled else FEW_TOKENS
         self.sample_sizes = sizes_up_to(slots, SAMPLE_SIZES if compiled else FEW_ROWS)
+        wholes = tuple(range(MOST_TOKENS + WHOLE, most + WHOLE, WHOLE)) if compiled else FEW_WHOLES
+        self.whole_sizes = wholes if decoder.library else ()
         self.round = 64 if compiled else 8
         self._head = Layout(slots, 0, 0)
         self._layouts: dict[tuple[int, bool], Layout] = {}
         self._largest = max(self.token_sizes[-1], slots)
-        most = max(self.layout(n, chunks=True).words for n in (self.token_sizes[-1], slots))
-        self.most_words = most
-        self.inputs = torch.zeros(most, dtype=torch.int32, device=device)
+        layouts = [self.layout(n, chunks=True) for n in (self.token_sizes[-1], slots)]
+        layouts += [Layout.of(slots, n, chunks=False) for n in self.whole_sizes[-1:]]
+        self.most_words = max(layout.words for layout in layouts)
+        self.inputs = torch.zeros(self.most_words, dtype=torch.int32, device=device)
         self.picked = torch.zeros((slots, width), dtype=dtype, device=device)
         pool = torch.cuda.graph_pool_handle() if compiled else None
         # One stream for all of them: libraries keep tens of megabytes of scratch for each stream they have seen.
         stream: Any = torch.cuda.Stream(device) if compiled else None  # type: ignore[no-untyped-call]
 
-        def record(function: Callable[[], T]) -> Recording[T]:
-            return Recording(function, pool, stream)
+        def record(function: Callable[[], T], first: Callable[[], object] | None = None) -> Recording[T]:
+            return Recording(function, pool, stream, first)
 
+        shallow = decoder.shallow()
         with _nothing_collected():
+            self._wholes = {
+                n: record(self._whole(n, decoder), self._whole(n, shallow)) for n in reversed(self.whole_sizes)
+            }
             self._forwards = {n: record(self._forward(n)) for n in reversed(self.token_sizes)}
             self._steps = {(n, kind): record(self._step(n, kind)) for n in reversed(self.decode_sizes) for kind in Kind}
             self._draws = {(n, kind): record(self._draw(n, kind)) for n in reversed(self.sample_sizes) for kind in Kind}
@@ -105,7 +125,7 @@ class StepGraphs:
         found = self._layouts.get((tokens, chunks))
         if found is None:
             found = Layout.of(self._slots, tokens, chunks=chunks)
-            if tokens <= self._largest:  # those of steps that are not recorded are too many to keep
+            if tokens <= self._largest or not chunks:  # those of steps that are not recorded are too many to keep
                 self._layouts[tokens, chunks] = found
         return found
 
@@ -137,6 +157,10 @@ class StepGraphs:
         """Compute ``size`` tokens of any rows into ``picked``."""
         self._forwards[size]()
 
+    def whole(self, size: int) -> None:
+        """Compute ``size`` tokens of one prompt, from its beginning on, into ``picked``."""
+        self._wholes[size]()
+
     def draw(self, size: int, kind: Kind) -> Tensor:
         """Sample ``size`` rows from ``picked``; return the words that `choose` does."""
         return self._draws[size, kind]()
@@ -151,6 +175,14 @@ class StepGraphs:
 
         def run() -> None:
             self.picked.copy_(self._decoder.picked(columns, 0 if self._decoder.exact else self._slots))
+
+        return run
+
+    def _whole(self, tokens: int, decoder: Decoder) -> Callable[[], None]:
+        columns = self._columns(tokens, chunks=False)
+
+        def run() -> None:
+            self.picked.copy_(decoder.picked(columns, 0, (Whole(0, tokens),)))
 
         return run
 
@@ -173,7 +205,7 @@ class StepGraphs:
         return run
 
 
-FEW_ROWS, FEW_TOKENS = (1, 4), (24,)  # where nothing is recorded, sizes only try out the padding
+FEW_ROWS, FEW_TOKENS, FEW_WHOLES = (1, 4), (24,), (40,)  # where nothing is recorded, sizes only try out the padding
 DECODE_SIZES = (1, 2, 4, 8, *range(16, 65, 8), *range(80, 257, 16), *range(288, 4097, 32))
 SAMPLE_SIZES = (1, 2, 4, 8, 16, 32, 64, *range(128, 4097, 128))
 TOKEN_SIZES = (16, 32, *range(64, 1025, 64), *range(1152, MOST_TOKENS + 1, 128))

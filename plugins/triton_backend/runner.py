@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from slotline.plugins.torch_backend.processing import Processors
 from slotline.plugins.triton_backend.attention import Whole
 from slotline.plugins.triton_backend.decoder import Decoder
 from slotline.plugins.triton_backend.graphs import StepGraphs, size_for
-from slotline.plugins.triton_backend.inputs import all_single, leading_singles
+from slotline.plugins.triton_backend.inputs import Layout, all_single, leading_singles
 from slotline.plugins.triton_backend.results import (
     Berth,
     Draws,
@@ -133,13 +134,25 @@ class Runner:
         graphs = self._graphs
         scores = bool((self.rows.prompt_width[plan.rows] >= 0).any())
         embeds = self._embedding_lines(plan)
-        size = None if scores or embeds else size_for(plan.num_tokens, graphs.token_sizes)
-        if size is None:
+        recorded = None if scores or embeds else self._recorded(plan)
+        if recorded is None:
             return self._forward_at_once(plan, scores=scores, embeds=embeds)
-        self.padded_tokens += size - plan.num_tokens
-        berth.send(graphs.words(graphs.layout(size, chunks=True), plan), graphs.inputs)
-        graphs.forward(size)
+        layout, replay = recorded
+        self.padded_tokens += layout.tokens - plan.num_tokens
+        berth.send(graphs.words(layout, plan), graphs.inputs)
+        replay(layout.tokens)
         return Extras()
+
+    def _recorded(self, plan: StepPlan) -> tuple[Layout, Callable[[int], None]] | None:
+        """Return the layout of the recording that holds a plan, and what runs it; None if no recording does."""
+        graphs = self._graphs
+        size = size_for(plan.num_tokens, graphs.token_sizes)
+        if size is not None:
+            return graphs.layout(size, chunks=True), graphs.forward
+        size = size_for(plan.num_tokens, graphs.whole_sizes)
+        if size is not None and len(plan) == 1 and not plan.start[0]:
+            return graphs.layout(size, chunks=False), graphs.whole
+        return None
 
     def _forward_at_once(self, plan: StepPlan, *, scores: bool, embeds: list[int]) -> Extras:
         """Do what `_forward` does without a recording."""
@@ -193,7 +206,7 @@ class Runner:
 
     def _wholes(self, plan: StepPlan) -> dict[int, Whole]:
         """Return, by line of the plan, the chunks that library attention takes: long ones that start a sequence."""
-        if self._device.type != "cuda" or not self._decoder.shape.plain or self._decoder.exact:
+        if self._device.type != "cuda" or not self._decoder.library:
             return {}
         ends, found = np.cumsum(plan.count), {}
         for i in np.flatnonzero((plan.start == 0) & (plan.count >= LONG)).tolist():

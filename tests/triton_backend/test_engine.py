@@ -52,7 +52,7 @@ def test_interpreted() -> None:
     assert passed and int(passed[1]) >= 11, done.stdout[-500:]
 
 
-async def answers(folder: Path, backend: str, texts: list[str], params: SamplingParams, **options: Any) -> Any:
+async def answers(folder: Path, backend: str, texts: list[Any], params: SamplingParams, **options: Any) -> Any:
     """Ask all texts at once; return completions and statistics."""
     common = {"max_slots": 3, "kv_cache_tokens": 512, "max_batch_tokens": 40, "dtype": "float32"}
     async with slotline.Engine.open(str(folder), backend=backend, **(common | options)) as engine:
@@ -247,3 +247,32 @@ class TestTriton(BackendConformance, backend="triton", dtype="float32"):
     @pytest.fixture
     def model(self, tiny_llama: Path) -> str:
         return str(tiny_llama)
+
+
+@interpreted
+async def test_a_whole_prompt_takes_library_attention(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One prompt from its beginning on, as long as it fits, padded or not; not its second chunk, nor two prompts."""
+    from slotline.plugins.triton_backend.graphs import FEW_TOKENS, FEW_WHOLES, StepGraphs
+
+    taken: list[int] = []
+    whole = StepGraphs.whole
+    monkeypatch.setattr(StepGraphs, "whole", lambda self, size: taken.append(size) or whole(self, size))
+    (most,) = FEW_WHOLES
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=2)
+    rng = np.random.default_rng(0)
+    for lengths, times in (
+        ((most,), 1),
+        ((FEW_TOKENS[-1] + 1,), 1),
+        ((most + 9,), 1),
+        ((20, 15), 0),
+        ((most + 30,), 1),
+    ):
+        prompts = [rng.integers(1, 200, length).tolist() for length in lengths]
+        expected, _ = await answers(tiny_llama, "torch", prompts, params, device="cpu")
+        taken.clear()
+        ours, _ = await answers(tiny_llama, "triton", prompts, params)
+        assert taken == [most] * times, lengths
+        for a, b in zip(ours, expected, strict=True):
+            assert a.token_ids == b.token_ids
+            for mine, theirs in zip(a.logprobs, b.logprobs, strict=True):
+                assert mine == pytest.approx(theirs, abs=1e-4)

@@ -191,9 +191,8 @@ async def test_memory_that_runs_out_while_loading_is_one_sentence(model: str) ->
 async def test_the_memory_report_names_every_use(model: str) -> None:
     async with opened(model) as engine:
         report = engine.info.memory_report
-    assert set(report) == {"weights", "kv_cache", "rows", "scratch", "graphs"} and all(
-        size > 0 for size in report.values()
-    )
+    assert set(report) == {"weights", "kv_cache", "rows", "scratch", "graphs"}
+    assert min(report.values()) > 0, report
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
