@@ -11,9 +11,12 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from slotline.kernels.paged_attention import WorkList, cut_for, list_splits, paged_attention
-from slotline.kernels.prefill_attention import Chunks, prefill_attention
+from slotline.kernels.prefill_attention import TILE, Chunks, prefill_attention
 from slotline.plugins.models.decoder import DecoderConfig
 from slotline.plugins.triton_backend.inputs import Columns
+
+LONG = 1024  # tokens of a chunk from which on library attention is faster than reading pages
+LENGTHS = TILE  # it gets multiples of this only: getting ready for a length that is new to it takes it 45 ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +43,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A chunk that starts its sequence and is long: tokens ``begin .. end`` of the step."""
+    """Tokens ``begin .. end`` of the step that start a sequence and are many."""
 
     begin: int
     end: int
@@ -63,7 +66,7 @@ class StepAttention:
         columns: of the step.
         lengths: [D] keys of each row that decodes, 0 = none.
         longest: tokens of the longest sequence, which bounds the number of splits.
-        wholes: chunks that are left to library attention; the columns list none of their tiles.
+        wholes: what is left to library attention; the columns list no tiles of it.
         picks: `picked` will be asked.
         exact: a query has the same bits in any chunk.
     """
@@ -139,7 +142,7 @@ class StepAttention:
 
 
 def _within(whole: Whole, q: Tensor, qkv: Tensor, kv_heads: int, scale: float) -> Tensor:
-    """Return [L, Hq, D] the library's attention within a chunk."""
+    """Return [L, Hq, D] the library's attention among these tokens."""
     heads, dim = q.shape[1:]
     parts = qkv[whole.begin : whole.end].view(whole.end - whole.begin, -1, dim).transpose(0, 1)[None]
     query = q[whole.begin : whole.end].transpose(0, 1)[None]  # [1, Hq, L, D]

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import bisect
 import gc
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from slotline.plan import IntArray, StepPlan
-from slotline.plugins.triton_backend.attention import Whole
+from slotline.plugins.triton_backend.attention import LENGTHS, LONG, Whole
 from slotline.plugins.triton_backend.decoder import Decoder
 from slotline.plugins.triton_backend.inputs import Columns, Layout, fill, fill_single
 from slotline.plugins.triton_backend.rows import to_device
 from slotline.plugins.triton_backend.sampling import Kind, choose
 
 MOST_TOKENS = 2048  # of a step with prompts that is recorded; for more, launching takes less than computing
-WHOLE = 128  # larger steps that are one whole prompt are recorded for each multiple of it
 T = TypeVar("T")
 
 
@@ -93,7 +93,7 @@ class StepGraphs:
         self.decode_sizes = sizes_up_to(slots, DECODE_SIZES if compiled else FEW_ROWS)
         self.token_sizes = TOKEN_SIZES if compiled else FEW_TOKENS
         self.sample_sizes = sizes_up_to(slots, SAMPLE_SIZES if compiled else FEW_ROWS)
-        wholes = tuple(range(MOST_TOKENS + WHOLE, most + WHOLE, WHOLE)) if compiled else FEW_WHOLES
+        wholes = tuple(range(MOST_TOKENS + LENGTHS, most + LENGTHS, LENGTHS)) if compiled else FEW_WHOLES
         self.whole_sizes = wholes if decoder.library else ()
         self.round = 64 if compiled else 8
         self._head = Layout(slots, 0, 0)
@@ -112,6 +112,9 @@ class StepGraphs:
             return Recording(function, pool, stream, first)
 
         shallow = decoder.shallow()
+        if compiled and decoder.library:  # chunks of steps that are not recorded may have these lengths, too
+            for n in range(LONG, min(MOST_TOKENS, most) + 1, LENGTHS):
+                self._whole(n, shallow)()
         with _nothing_collected():
             self._wholes = {
                 n: record(self._whole(n, decoder), self._whole(n, shallow)) for n in reversed(self.whole_sizes)
@@ -129,7 +132,7 @@ class StepGraphs:
                 self._layouts[tokens, chunks] = found
         return found
 
-    def words(self, layout: Layout, plan: StepPlan, left_out: Collection[int] = ()) -> IntArray:
+    def words(self, layout: Layout, plan: StepPlan, left_out: Mapping[int, int] = MappingProxyType({})) -> IntArray:
         """Return the words of a plan, see `fill`."""
         return fill(layout, plan, left_out, decode=not self._decoder.exact)
 

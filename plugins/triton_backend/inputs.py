@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -108,11 +109,14 @@ def fill_single(layout: Layout, plan: StepPlan) -> IntArray:
     return words
 
 
-def fill(layout: Layout, plan: StepPlan, left_out: Collection[int] = (), *, decode: bool = True) -> IntArray:
+def fill(
+    layout: Layout, plan: StepPlan, left_out: Mapping[int, int] = MappingProxyType({}), *, decode: bool = True
+) -> IntArray:
     """Return the words of a plan; what is left over is padding, see `Layout.blank`.
 
     Args:
-        left_out: lines of the plan whose attention is computed elsewhere: they get no tiles.
+        left_out: by line of the plan, how many tokens at its front get no tiles, whole tiles of them: their attention
+            is computed elsewhere.
         decode: rows with one token at the front decode; otherwise they are chunks as well.
     """
     words = layout.blank.copy()
@@ -139,7 +143,7 @@ def leading_singles(count: IntArray) -> int:
 
 
 def _fill_chunks(
-    columns: Columns[IntArray], plan: StepPlan, single: int, ends: IntArray | LongArray, left_out: Collection[int]
+    columns: Columns[IntArray], plan: StepPlan, single: int, ends: IntArray | LongArray, left_out: Mapping[int, int]
 ) -> None:
     """Fill in the rows behind the first ``single`` ones as chunks."""
     start, count = plan.start[single:], plan.count[single:]
@@ -148,10 +152,12 @@ def _fill_chunks(
     columns.begins[:chunks] = (ends - plan.count)[single:]
     columns.starts[:chunks] = start
     columns.chunk_slots[:chunks] = plan.rows[single:]
-    tiles = -(-count // TILE)
-    tiles[[line - single for line in left_out]] = 0
+    first = np.zeros(chunks, np.int32)
+    for line, tokens in left_out.items():
+        first[line - single] = tokens // TILE
+    tiles = -(-count // TILE) - first
     chunk = np.repeat(np.arange(chunks), tiles)
-    number = np.arange(len(chunk)) - np.repeat(np.cumsum(tiles) - tiles, tiles)
+    number = np.arange(len(chunk)) - np.repeat(np.cumsum(tiles) - tiles - first, tiles)
     order = np.argsort(-(start[chunk] + number * TILE), kind="stable")
     columns.tile_chunks[: len(chunk)] = chunk[order]
     columns.tile_numbers[: len(chunk)] = number[order]

@@ -12,7 +12,7 @@ from torch import Tensor
 from slotline.kernels.top_logprobs import top_logprobs
 from slotline.plan import IntArray, LongArray, Status, StepPlan
 from slotline.plugins.torch_backend.processing import Processors
-from slotline.plugins.triton_backend.attention import Whole
+from slotline.plugins.triton_backend.attention import LENGTHS, LONG, Whole
 from slotline.plugins.triton_backend.decoder import Decoder
 from slotline.plugins.triton_backend.graphs import StepGraphs, size_for
 from slotline.plugins.triton_backend.inputs import Layout, all_single, leading_singles
@@ -29,7 +29,6 @@ from slotline.plugins.triton_backend.rows import RowTable, columns_to_device, to
 from slotline.plugins.triton_backend.sampling import COLUMNS, TABLED, WIDE, Kind, Wishes, choose_special, pack
 
 PROMPT_CHUNK = 256  # prompt positions whose logits exist at the same time
-LONG = 1024  # tokens of a chunk from which on library attention is faster than reading pages
 
 
 class Runner:
@@ -159,7 +158,8 @@ class Runner:
         graphs, wholes = self._graphs, self._wholes(plan)
         layout = graphs.layout(-(-plan.num_tokens // graphs.round) * graphs.round, chunks=True)
         self.padded_tokens += layout.tokens - plan.num_tokens
-        uploaded = to_device(graphs.words(layout, plan, list(wholes)), self._device)
+        left_out = {line: whole.end - whole.begin for line, whole in wholes.items()}
+        uploaded = to_device(graphs.words(layout, plan, left_out), self._device)
         columns, head = layout.split(uploaded), graphs.head_words
         graphs.inputs[:head].copy_(uploaded[:head])
         singles = 0 if self._decoder.exact else leading_singles(plan.count)
@@ -205,12 +205,13 @@ class Runner:
         return Draws(lines, size, columns, wishes.raw >= 0, wishes.processed >= 0)
 
     def _wholes(self, plan: StepPlan) -> dict[int, Whole]:
-        """Return, by line of the plan, the chunks that library attention takes: long ones that start a sequence."""
-        if self._device.type != "cuda" or not self._decoder.library:
+        """Return, by line of the plan, what library attention takes: the front of long chunks that start a sequence."""
+        if not self._decoder.library:
             return {}
-        ends, found = np.cumsum(plan.count), {}
+        begins, found = np.cumsum(plan.count) - plan.count, {}
         for i in np.flatnonzero((plan.start == 0) & (plan.count >= LONG)).tolist():
-            found[i] = Whole(int(ends[i]) - int(plan.count[i]), int(ends[i]))
+            begin, count = int(begins[i]), int(plan.count[i])
+            found[i] = Whole(begin, begin + count // LENGTHS * LENGTHS)
         return found
 
     # --- logprobs of prompts ----------------------------------------------------------

@@ -11,11 +11,12 @@ import torch
 from slotline.kernels.row_layout import PAGE
 from slotline.params import SamplingParams
 from slotline.plan import NO_LOGPROBS, RowSetup, StepPlan
+from slotline.plugins.triton_backend.attention import LONG
 from slotline.plugins.triton_backend.decoder import Decoder
 from slotline.plugins.triton_backend.graphs import MOST_TOKENS
 from slotline.plugins.triton_backend.inputs import Layout
 from slotline.plugins.triton_backend.rows import to_device
-from slotline.plugins.triton_backend.runner import LONG, Runner
+from slotline.plugins.triton_backend.runner import Runner
 from slotline.plugins.triton_backend.sampling import COLUMNS, WIDE, Kind, choose
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import statistics
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -84,6 +86,24 @@ async def test_nothing_is_compiled_while_serving(model: str) -> None:
         await engine.generate(TEXT * 200, SamplingParams(max_tokens=4, ignore_eos=True, temperature=0))
         await engine.generate(TEXT * 3, SamplingParams(max_tokens=1, temperature=0))
         assert compiled() == before
+
+
+@pytest.mark.parametrize("together", [False, True])
+async def test_a_length_that_is_new_takes_no_longer(model: str, together: bool) -> None:
+    """Library attention gets ready for a length in 45 ms; steps of this model take one or two."""
+    once = SamplingParams(max_tokens=1, temperature=0)
+
+    async def ask(engine: Any, length: int) -> float:
+        lengths = (length, length - 300) if together else (length,)
+        prompts = [[5 + (n * i) % 200 for i in range(n)] for n in lengths]
+        began = time.perf_counter()
+        await asyncio.gather(*(engine.generate(prompt, once) for prompt in prompts))
+        return time.perf_counter() - began
+
+    async with opened(model, prefix_caching=False) as engine:
+        lengths = [2200 + 137 * i for i in range(12)]
+        first, again = [[await ask(engine, length) for length in lengths] for _ in range(2)]
+    assert statistics.median(first) < 0.03 + statistics.median(again), (first, again)
 
 
 async def _allocated_after(engine: Any, count: int) -> int:
