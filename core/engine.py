@@ -35,7 +35,7 @@ from slotline.model import Message, Model
 from slotline.output import OutputProcessor
 from slotline.params import SamplingParams
 from slotline.plan import FloatArray
-from slotline.prompts import Prompt, PromptEncoder
+from slotline.prompts import Prompt, PromptEncoder, check_prompts
 from slotline.request import Completion, Output, RequestEvent, SequenceRequest
 from slotline.scoring import SCORE_ONLY, Score, score_of
 from slotline.stats import EngineStats, RequestStats, engine_stats
@@ -229,6 +229,7 @@ class Engine:
         self._intake.check_kind(adapter, embed=embed)
         request_id = self._new_id(request_id)
         resolved = self._intake.resolve(params)
+        check_prompts(prompts)
         self._intake.check_count(len(prompts), resolved.params.n)
         token_ids, cut = self._intake.truncated(
             await self._prompts.encode_all(prompts, chat_options or {}), resolved.params

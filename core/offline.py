@@ -146,5 +146,9 @@ async def _next(pieces: Any) -> list[Output] | None:
 
 
 def _is_list_of_prompts(prompts: Any) -> bool:
-    """Tell a list of prompts from one prompt that is a list: of ids, or of messages."""
-    return isinstance(prompts, list | tuple) and bool(prompts) and isinstance(prompts[0], str | list | tuple)
+    """Tell a list of prompts, some may be arrays, from one prompt that is a list: of ids, or of messages."""
+    return (
+        isinstance(prompts, list | tuple)
+        and bool(prompts)
+        and (isinstance(prompts[0], str | list | tuple) or getattr(prompts[0], "ndim", 0) == 1)
+    )

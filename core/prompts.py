@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from numbers import Integral
+from typing import Any, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -15,8 +16,27 @@ from slotline.text import Vocabulary
 T = TypeVar("T")
 Prompt = str | Sequence[int] | Sequence[Message]
 
+KINDS = "a text, a list of token ids, or a list of chat messages"
 LONG_PROMPT = 4096  # characters; longer texts are encoded off the event loop
 WORKERS = 2  # threads for templates and long prompts
+
+
+def check_prompts(prompts: Any) -> None:
+    """Refuse what is no list of prompts.
+
+    Raises:
+        InvalidParameter: it is a text or nothing of the kind, or there is no prompt.
+    """
+    if not isinstance(prompts, Sequence) or isinstance(prompts, str | bytes) or not len(prompts):
+        raise InvalidParameter.of("prompt", prompts, "a list of prompts, at least one")
+
+
+def _listed(prompt: Any) -> list[Any]:
+    """Return the items of a prompt that is no text: a sequence, or an array of one dimension."""
+    items = prompt.tolist() if getattr(prompt, "ndim", 0) == 1 else prompt
+    if not isinstance(items, Sequence) or isinstance(items, bytes | bytearray | memoryview):
+        raise InvalidParameter.of("prompt", prompt, KINDS)
+    return list(items)
 
 
 class PromptEncoder:
@@ -30,11 +50,9 @@ class PromptEncoder:
         """Return the token ids of each prompt: a text, token ids, or chat messages.
 
         Raises:
-            InvalidParameter: there is no prompt, or one is none of these.
+            InvalidParameter: one is none of these.
             ChatTemplateError: there is no template, or it refuses the messages.
         """
-        if isinstance(prompts, str) or not prompts:
-            raise InvalidParameter.of("prompt", prompts, "a list of prompts, at least one")
         return [await self._encode(prompt, chat_options) for prompt in prompts]
 
     async def encode_chat(self, messages: Sequence[Message], options: Mapping[str, Any]) -> list[int]:
@@ -63,15 +81,15 @@ class PromptEncoder:
     async def _encode(self, prompt: Prompt, chat_options: Mapping[str, Any]) -> list[int]:
         if isinstance(prompt, str):
             return await self.encode_text(prompt)
-        items = list(prompt)
+        items = _listed(prompt)
         if items and isinstance(items[0], Mapping):
-            return await self.encode_chat(cast("list[Message]", items), chat_options)
+            return await self.encode_chat(items, chat_options)
         if set(map(type, items)) <= {int}:  # a long prompt takes a tenth of the loop's time
-            return cast("list[int]", items)
+            return items
         for item in items:
-            if isinstance(item, bool) or not isinstance(item, int):
-                raise InvalidParameter.of("prompt", item, "a text, a list of token ids, or a list of chat messages")
-        return cast("list[int]", items)
+            if isinstance(item, bool) or not isinstance(item, Integral):
+                raise InvalidParameter.of("prompt", item, KINDS)
+        return [int(item) for item in items]
 
     async def _in_worker(self, function: Callable[[], T]) -> T:
         return await anyio.to_thread.run_sync(function, limiter=self._workers)

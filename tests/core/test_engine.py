@@ -6,7 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 
 import slotline
@@ -345,6 +347,27 @@ async def test_bad_requests_are_refused_before_they_run() -> None:
         assert not plugin.made[0].plans, "something ran"
         full = await engine.generate("x" * 255, SamplingParams(max_tokens=1))
         assert full.finish_reason in ("length", "stop")
+
+
+NO_PROMPTS = [5, None, 3.5, b"abc", {"role": "user"}, {1, 2}, np.ones((2, 2), int)]
+SAME_IDS = [np.array([1, 2, 3]), [np.int32(1), np.int64(2), 3], (1, 2, 3), range(1, 4)]
+
+
+@pytest.mark.parametrize("prompt", NO_PROMPTS, ids=repr)
+async def test_what_is_no_prompt_is_refused(prompt: Any) -> None:
+    async with opened() as (engine, _):
+        for prompts in ([prompt], ["fine", prompt]):
+            with pytest.raises(InvalidParameter, match="a text, a list of token ids, or a list of chat messages"):
+                await engine.submit(prompts)
+        with pytest.raises(InvalidParameter, match="a list of prompts, at least one"):
+            await engine.submit(prompt)
+
+
+@pytest.mark.parametrize("prompt", SAME_IDS, ids=repr)
+async def test_ids_may_come_in_arrays(prompt: Any) -> None:
+    async with opened() as (engine, _):
+        answer = await engine.generate(prompt, SamplingParams(max_tokens=1))
+        assert answer.prompt_token_ids == [1, 2, 3] and all(type(i) is int for i in answer.prompt_token_ids)
 
 
 @pytest.mark.parametrize(("most", "max_tokens", "kept"), [(5, 4, 5), (-1, 6, 250), (-1, None, 255), (300, 6, 256)])
