@@ -224,8 +224,8 @@ class Engine:
         """
         await self._door.enter()
         self._check_open()
-        params = params or SamplingParams()
-        self._intake.check_place(priority, cache_salt, deadline)
+        params = SamplingParams() if params is None else params
+        self._intake.check_place(priority, cache_salt, deadline, client)
         self._intake.check_kind(adapter, embed=embed)
         request_id = self._new_id(request_id)
         resolved = self._intake.resolve(params)
@@ -378,8 +378,8 @@ class Engine:
         if request_id is None:
             self._next_request += 1
             return f"req-{self._next_request}"
-        if request_id in self._handles:
-            raise InvalidParameter.of("request_id", request_id, "an id that no running request has")
+        if not isinstance(request_id, str) or request_id in self._handles:
+            raise InvalidParameter.of("request_id", request_id, "a string that no running request is called by")
         return request_id
 
     def _abort_handle(self, handle: RequestHandle) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -67,7 +66,7 @@ class Intake:
         self.max_logprobs = config.max_logprobs
         self.most_sequences = config.max_slots + config.max_queue
         self._processors = processors
-        self._seeds = np.random.default_rng(config.seed) if config.seed is not None else None
+        self._seeds = np.random.default_rng(config.seed)
 
     # --- parameters -------------------------------------------------------------------
 
@@ -78,6 +77,8 @@ class Intake:
             InvalidParameter: a value does not fit this model or configuration.
             UnsupportedParameter: the answer would be wrong without a field the backend lacks.
         """
+        if not isinstance(params, SamplingParams):
+            raise InvalidParameter.of("params", params, "SamplingParams, or None")
         given = params.given()
         notices = [self._notice(name) for name in sorted(given & ALL_PARAMS - HARD_PARAMS) if self._lacks(name)]
         for name in sorted(given & HARD_PARAMS):
@@ -144,7 +145,7 @@ class Intake:
             raise InvalidParameter.of(name, width, f"0 to {cap}", "Ask for fewer, or raise max_logprobs.")
         return width, []
 
-    def check_place(self, priority: Any, cache_salt: Any, deadline: Any) -> None:
+    def check_place(self, priority: Any, cache_salt: Any, deadline: Any, client: Any) -> None:
         """Refuse what says nothing about the answer, but where its sequences stand, if it is out of range.
 
         Raises:
@@ -154,8 +155,11 @@ class Intake:
             raise InvalidParameter.of("priority", priority, f"an integer from {-PRIORITY} to {PRIORITY - 1}")
         if cache_salt is not None and not (isinstance(cache_salt, str) and 1 <= len(cache_salt) <= MAX_SALT):
             raise InvalidParameter.of("cache_salt", cache_salt, f"a string of 1 to {MAX_SALT} characters")
-        if deadline is not None and not deadline > 0:
+        number = isinstance(deadline, int | float) and not isinstance(deadline, bool)
+        if deadline is not None and not (number and deadline > 0):
             raise InvalidParameter.of("deadline", deadline, "seconds, more than 0")
+        if client is not None and not isinstance(client, str):
+            raise InvalidParameter.of("client", client, "a string")
 
     def check_count(self, prompts: int, n: int) -> None:
         """Refuse more sequences than there will ever be room for, before any of their prompts is encoded.
@@ -304,9 +308,7 @@ class Intake:
     def _seed(self, params: SamplingParams) -> int:
         if params.seed is not None:
             return params.seed & SEED_MASK
-        if self._seeds is not None:
-            return int(self._seeds.integers(0, 2**63))
-        return secrets.randbits(64)
+        return int(self._seeds.integers(0, 2**63))
 
 
 def choice_seed(seed: int, choice: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -33,7 +32,7 @@ class SamplingParams:
         top_p: nucleus mass, 0 < top_p <= 1.
         top_k: keep the k best; 0 or -1 is off.
         min_p: drop tokens below min_p times the best probability, 0 to 1.
-        repetition_penalty: divide/multiply logits of seen tokens (prompt and output), 0 < r <= 10.
+        repetition_penalty: divide/multiply logits of seen tokens (prompt and output), 0.01 <= r <= 10.
         presence_penalty: subtract once per seen output token, -2 to 2.
         frequency_penalty: subtract per occurrence in the output, -2 to 2.
         seed: 64-bit seed; random if not given.
@@ -122,25 +121,23 @@ class SamplingParams:
 
 
 def _number(low: float, high: float, *, open_low: bool = False) -> Callable[[str, Any], float]:
+    sign = "<" if open_low else "<="
+
     def check(name: str, value: Any) -> float:
-        sign = "<" if open_low else "<="
-        allowed = f"a number, {low:g} {sign} {name} <= {high:g}"
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise InvalidParameter.of(name, value, allowed)
-        too_low = value <= low if open_low else value < low
-        if not math.isfinite(value) or too_low or value > high:
-            raise InvalidParameter.of(name, value, allowed)
+        fits = isinstance(value, int | float) and not isinstance(value, bool)
+        if not fits or not low <= value <= high or (open_low and value == low):  # NaN is in no range
+            raise InvalidParameter.of(name, value, f"a number, {low:g} {sign} {name} <= {high:g}")
         return float(value)
 
     return check
 
 
 def _integer(low: int, high: int | None = None, *, advice: str = "") -> Callable[[str, Any], int]:
+    allowed = f"an integer, at least {low}" if high is None else f"an integer from {low} to {high}"
+
     def check(name: str, value: Any) -> int:
-        allowed = f"an integer, at least {low}" if high is None else f"an integer from {low} to {high}"
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise InvalidParameter.of(name, value, allowed, advice)
-        if value < low or (high is not None and value > high):
+        fits = isinstance(value, int) and not isinstance(value, bool)
+        if not fits or value < low or (high is not None and value > high):
             raise InvalidParameter.of(name, value, allowed, advice)
         return int(value)
 
@@ -213,7 +210,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "top_p": _number(0, 1, open_low=True),
     "top_k": _integer(-1, advice="Use 0 or -1 to switch it off."),
     "min_p": _number(0, 1),
-    "repetition_penalty": _number(0, 10, open_low=True),
+    "repetition_penalty": _number(0.01, 10),
     "presence_penalty": _number(-2, 2),
     "frequency_penalty": _number(-2, 2),
     "seed": _integer(-(2**63), 2**64 - 1),

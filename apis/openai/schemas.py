@@ -109,7 +109,7 @@ def field_schemas(engine: Engine, names: Iterable[str]) -> dict[str, Schema]:
         "presence_penalty": number(-2, 2),
         "priority": integer(-(2**31), 2**31 - 1),
         "prompt_logprobs": width,
-        "repetition_penalty": number(0, 10, open_low=True),
+        "repetition_penalty": number(0.01, 10),
         "seed": integer(-(2**63), 2**64 - 1),
         "skip_special_tokens": FLAG,
         "stop": either(stop, stops, {"type": "boolean", "enum": [False]}),

@@ -37,6 +37,18 @@ EXAMPLES: dict[str, Any] = {
     "ignore_eos": True,
 }
 
+TINY = 5e-324  # the least number above 0 that a double holds; others become 0 in float32
+EXTREMES: list[tuple[str, Any]] = [
+    *(("temperature", value) for value in (0, TINY, 1e-40, 2)),
+    *(("top_p", value) for value in (TINY, 1e-40, 1)),
+    *(("top_k", value) for value in (-1, 2**31 - 1, 2**31, 2**63, 10**400)),
+    *(("min_p", value) for value in (TINY, 1e-40)),
+    *(("repetition_penalty", value) for value in (0.01, 10)),
+    *(("presence_penalty", value) for value in (-2, 2)),
+    *(("frequency_penalty", value) for value in (-2, 2)),
+    *(("seed", value) for value in (-(2**63), -1, 2**63, 2**64 - 1)),
+]
+
 
 def in_loop(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
     """Run an async test to its end; the suite needs no async pytest plugin, and minds none."""
@@ -299,6 +311,18 @@ class CapabilityConformance(EngineBase):
             greedy = await self.answer(engine)
             narrow = await self.answer(engine, temperature=1.5, **{name: value})
         assert narrow.token_ids == greedy.token_ids
+
+    @pytest.mark.parametrize(("name", "value"), EXTREMES)
+    @in_loop
+    async def test_the_ends_of_every_range_are_answered(self, name: str, value: Any) -> None:
+        """What passes the checks must not make a step fail, for the others in it least of all."""
+        self.needs(name, "temperature")
+        hot = {} if name == "temperature" else {"temperature": 1.5}
+        async with self.open() as engine:
+            alone = await self.answer(engine)
+            extreme, beside = await asyncio.gather(self.answer(engine, **hot, **{name: value}), self.answer(engine))
+        assert extreme.finish_reason == "length" and len(extreme.token_ids) == len(alone.token_ids)
+        assert beside.token_ids == alone.token_ids
 
     @pytest.mark.parametrize(
         ("name", "value"), [("repetition_penalty", 10.0), ("presence_penalty", 2.0), ("frequency_penalty", 2.0)]

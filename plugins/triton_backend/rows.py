@@ -187,7 +187,7 @@ def settings_of(setup: RowSetup, *, dead: bool, seen: int) -> np.ndarray:
     line["temperature"] = 0.0 if params.greedy else params.temperature or 1.0
     line["log_min_p"] = math.log(params.min_p) if params.min_p else -math.inf
     line["top_p"] = 1.0 if params.top_p is None else params.top_p
-    line["top_k"] = max(params.top_k or 0, 0)
+    line["top_k"] = min(max(params.top_k or 0, 0), 2**31 - 1)
     line["seed"] = setup.seed
     line["min_len"] = setup.min_len
     line["width"] = -1 if setup.logprobs == NO_LOGPROBS else setup.logprobs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -361,6 +362,24 @@ async def test_what_is_no_prompt_is_refused(prompt: Any) -> None:
                 await engine.submit(prompts)
         with pytest.raises(InvalidParameter, match="a list of prompts, at least one"):
             await engine.submit(prompt)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("deadline", value) for value in (0, -1, math.nan, "1", True, [])),
+        *(("client", value) for value in (5, [], b"c")),
+        *(("request_id", value) for value in (5, [], b"r")),
+        *(("priority", value) for value in (2**31, 0.5, True, "1")),
+        *(("cache_salt", value) for value in ("", 5, "x" * 1025)),
+        *(("params", value) for value in ({"max_tokens": 1}, 5, "greedy")),
+    ],
+)
+async def test_what_goes_with_a_request_is_checked(name: str, value: Any) -> None:
+    async with opened() as (engine, plugin):
+        with pytest.raises(InvalidParameter, match=f"{name} is"):
+            await engine.submit(["a"], **{name: value})
+        assert not plugin.made[0].plans, "something ran"
 
 
 @pytest.mark.parametrize("prompt", SAME_IDS, ids=repr)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slotline.plan import FEEDBACK, StepPlan
+from slotline.intake import choice_seed
+from slotline.params import SamplingParams
+from slotline.plan import FEEDBACK, RowSetup, StepPlan
+from slotline.testing.engine_suite import EXTREMES
 
 pytest.importorskip("triton")
 
 from slotline.kernels.prefill_attention import TILE
 from slotline.plugins.triton_backend.inputs import Layout, all_single, fill, fill_single, leading_singles
+from slotline.plugins.triton_backend.rows import settings_of
 
 SLOTS = 12
 
@@ -111,3 +117,23 @@ def test_columns_begin_at_16_bytes(tokens: int, chunks: bool) -> None:
     assert all(cut.start % 4 == 0 for cut in layout.cuts) and layout.words % 4 == 0
     head = Layout(SLOTS, 0, 0)
     assert layout.cuts[:4] == head.cuts[:4], "sampling finds its columns at one place whatever the step"
+
+
+@pytest.mark.parametrize(("name", "value"), EXTREMES)
+def test_the_ends_of_every_range_fit_into_a_row(name: str, value: Any) -> None:
+    params = SamplingParams(max_tokens=2, **{name: value}).resolved({})
+    seed = choice_seed(0 if params.seed is None else params.seed, 0)
+    setup = RowSetup(
+        row=0,
+        epoch=0,
+        params=params,
+        seed=seed,
+        token_ids=np.zeros(3, np.int32),
+        prompt_len=3,
+        stop_ids=(),
+        min_len=3,
+        max_len=5,
+    )
+    line = settings_of(setup, dead=False, seen=-1)[0]
+    assert np.isfinite([line["temperature"], line["top_p"], line["repetition"]]).all() and line["repetition"] > 0
+    assert line["top_k"] == min(max(params.top_k or 0, 0), 2**31 - 1) and int(line["seed"]) == seed
