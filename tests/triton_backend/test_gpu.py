@@ -6,7 +6,7 @@ import asyncio
 import statistics
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -216,13 +216,16 @@ async def test_the_memory_report_names_every_use(model: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_is_near_the_oracle(model: str, dtype: str) -> None:
+@pytest.mark.parametrize(
+    "times", [range(1, 9), (80,), (47, 41)], ids=["short", "a recorded whole prompt", "a step that is not recorded"]
+)
+def test_half_precision_is_near_the_oracle(model: str, times: Sequence[int], dtype: str) -> None:
     """Tokens equal the float32 oracle's until its two best logits are near each other; logprobs are near throughout."""
 
     async def ask(backend: str, **options: Any) -> list[Any]:
         params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, logprobs=2)
         async with slotline.Engine.open(model, backend=backend, max_slots=8, kv_cache_tokens=8192, **options) as engine:
-            return await asyncio.gather(*(engine.generate(TEXT * n, params) for n in range(1, 9)))
+            return await asyncio.gather(*(engine.generate(TEXT * n, params) for n in times))
 
     expected = asyncio.run(ask("torch", device="cpu", dtype="float32"))
     ours = asyncio.run(ask("triton", dtype=dtype))
