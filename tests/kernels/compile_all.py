@@ -97,6 +97,8 @@ def go_through(dtype: str, deterministic: bool, **config: Any) -> None:
                 steps.draw(size, kind)
         for size in steps.token_sizes:
             steps.forward(size)
+        for size in steps.whole_sizes:
+            steps.whole(size)
         runner._decoder._weights.compile_products(256, 256)
         warmup.warm_up(runner, slots=17, longest=400, batch_tokens=256, blocks=20)
         before, known = launch.compiled(), variants()
@@ -130,11 +132,14 @@ def serve(runner: Any) -> None:
         chosen = setups[:: rng.choice((1, 2, 3))]
         starts = [len(setup.token_ids) + 1 for setup in chosen]
         warmup._run(runner, chosen, starts, counts=[1] * len(chosen))
+    for length in (65, 100, 128):  # whole prompts, recorded where library attention may take them
+        alone = warmup._setup(0, length)
+        warmup._run(runner, [alone], [0], admitted=[alone])
     runner.rows.release(range(17))
 
 
 Tuning.of = staticmethod(tuned)  # type: ignore[assignment,method-assign]
-graphs.FEW_ROWS, graphs.FEW_TOKENS = (1, 2, 16), (64,)
+graphs.FEW_ROWS, graphs.FEW_TOKENS, graphs.FEW_WHOLES = (1, 2, 16), (64,), (128,)
 stand_in()
 go_through("bfloat16", False)
 go_through("float16", True)
