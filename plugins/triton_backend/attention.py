@@ -16,7 +16,21 @@ from slotline.plugins.models.decoder import DecoderConfig
 from slotline.plugins.triton_backend.inputs import Columns
 
 LONG = 1024  # tokens of a chunk from which on library attention is faster than reading pages
-LENGTHS = TILE  # it gets multiples of this only: getting ready for a length that is new to it takes it 45 ms
+FINE, COARSE = 8192, 1024  # lengths that it gets are whole tiles up to the former, multiples of the latter above
+
+
+def library_length(count: int) -> int:
+    """Return how many of the tokens at the front of a long chunk library attention takes.
+
+    Getting ready for a length that is new to it takes it 45 ms, so there are few, and all are tried at the start.
+    """
+    step = TILE if count <= FINE else COARSE
+    return count // step * step
+
+
+def library_lengths(most: int) -> list[int]:
+    """Return the lengths that chunks of up to ``most`` tokens may have there."""
+    return sorted({library_length(count) for count in range(LONG, most + 1)})
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slotline.plan import IntArray, StepPlan
-from slotline.plugins.triton_backend.attention import LENGTHS, LONG, Whole
+from slotline.plugins.triton_backend.attention import FINE, Whole, library_lengths
 from slotline.plugins.triton_backend.decoder import Decoder
 from slotline.plugins.triton_backend.inputs import Columns, Layout, fill, fill_single
 from slotline.plugins.triton_backend.rows import to_device
@@ -93,8 +93,9 @@ class StepGraphs:
         self.decode_sizes = sizes_up_to(slots, DECODE_SIZES if compiled else FEW_ROWS)
         self.token_sizes = TOKEN_SIZES if compiled else FEW_TOKENS
         self.sample_sizes = sizes_up_to(slots, SAMPLE_SIZES if compiled else FEW_ROWS)
-        wholes = tuple(range(MOST_TOKENS + LENGTHS, most + LENGTHS, LENGTHS)) if compiled else FEW_WHOLES
-        self.whole_sizes = wholes if decoder.library else ()
+        lengths = library_lengths(most) if compiled else FEW_WHOLES
+        recorded = tuple(n for n in lengths if n <= FINE and (n > MOST_TOKENS or not compiled))
+        self.whole_sizes = recorded if decoder.library else ()
         self.round = 64 if compiled else 8
         self._head = Layout(slots, 0, 0)
         self._layouts: dict[tuple[int, bool], Layout] = {}
@@ -112,9 +113,8 @@ class StepGraphs:
             return Recording(function, pool, stream, first)
 
         shallow = decoder.shallow()
-        if compiled and decoder.library:  # chunks of steps that are not recorded may have these lengths, too
-            for n in range(LONG, min(MOST_TOKENS, most) + 1, LENGTHS):
-                self._whole(n, shallow)()
+        if decoder.library:
+            self._try_lengths(shallow, [n for n in lengths if n not in self.whole_sizes])
         with _nothing_collected():
             self._wholes = {
                 n: record(self._whole(n, decoder), self._whole(n, shallow)) for n in reversed(self.whole_sizes)
@@ -172,6 +172,13 @@ class StepGraphs:
         layout = self.layout(tokens, chunks=chunks)
         self.inputs[: layout.words] = to_device(layout.blank.copy(), self.inputs.device)
         return layout.split(self.inputs)
+
+    def _try_lengths(self, decoder: Decoder, lengths: Sequence[int]) -> None:
+        """Have library attention get ready for lengths that only steps without a recording have."""
+        for tokens in lengths:
+            layout = Layout.of(self._slots, tokens, chunks=False)
+            columns = layout.split(to_device(layout.blank.copy(), self.inputs.device))
+            decoder.picked(columns, 0, (Whole(0, tokens),))
 
     def _forward(self, tokens: int) -> Callable[[], None]:
         columns = self._columns(tokens, chunks=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from slotline.kernels.top_logprobs import top_logprobs
 from slotline.plan import IntArray, LongArray, Status, StepPlan
 from slotline.plugins.torch_backend.processing import Processors
-from slotline.plugins.triton_backend.attention import LENGTHS, LONG, Whole
+from slotline.plugins.triton_backend.attention import LONG, Whole, library_length
 from slotline.plugins.triton_backend.decoder import Decoder
 from slotline.plugins.triton_backend.graphs import StepGraphs, size_for
 from slotline.plugins.triton_backend.inputs import Layout, all_single, leading_singles
@@ -210,8 +210,8 @@ class Runner:
             return {}
         begins, found = np.cumsum(plan.count) - plan.count, {}
         for i in np.flatnonzero((plan.start == 0) & (plan.count >= LONG)).tolist():
-            begin, count = int(begins[i]), int(plan.count[i])
-            found[i] = Whole(begin, begin + count // LENGTHS * LENGTHS)
+            begin = int(begins[i])
+            found[i] = Whole(begin, begin + library_length(int(plan.count[i])))
         return found
 
     # --- logprobs of prompts ----------------------------------------------------------

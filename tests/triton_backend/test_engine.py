@@ -278,7 +278,7 @@ async def test_the_front_of_long_chunks_takes_library_attention(
 
     taken: list[tuple[int, int]] = []
     within = attention._within
-    monkeypatch.setattr(runner, "LONG", attention.LENGTHS)
+    monkeypatch.setattr(runner, "LONG", attention.TILE)
     monkeypatch.setattr(
         attention, "_within", lambda whole, *rest: taken.append((whole.begin, whole.end)) or within(whole, *rest)
     )

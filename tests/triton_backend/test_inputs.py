@@ -17,6 +17,7 @@ from slotline.testing.engine_suite import EXTREMES
 pytest.importorskip("triton")
 
 from slotline.kernels.prefill_attention import TILE
+from slotline.plugins.triton_backend.attention import COARSE, LONG, library_length, library_lengths
 from slotline.plugins.triton_backend.inputs import Layout, all_single, fill, fill_single, leading_singles
 from slotline.plugins.triton_backend.rows import settings_of
 
@@ -98,6 +99,15 @@ def test_what_is_left_out_gets_no_tiles(plan: StepPlan, data: st.DataObject) -> 
         for number in range(left_out.get(line, 0) // TILE, -(-int(plan.count[line]) // TILE))
     ]
     assert sorted(tile for tile in tiles if tile[0] >= 0) == expected
+
+
+@given(st.integers(0, 70_000))
+def test_library_attention_gets_few_lengths_and_all_are_known(count: int) -> None:
+    known = library_lengths(70_000)
+    assert len(known) == 57 + 60 and all(length % TILE == 0 for length in known)
+    if count >= LONG:
+        assert library_length(count) in known and count - COARSE < library_length(count) <= count
+        assert library_lengths(count)[-1] == library_length(count), "nothing longer than the step is tried"
 
 
 @given(plans(longest=1), st.integers(0, 9))
