@@ -217,9 +217,11 @@ async def test_the_memory_report_names_every_use(model: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(
-    "times", [range(1, 9), (80,), (47, 41)], ids=["short", "a recorded whole prompt", "a step that is not recorded"]
+    ("times", "tokens"),
+    [(range(1, 9), 8192), ((80,), 8192), ((80,), 2304), ((47, 41), 8192)],
+    ids=["short", "a recorded whole prompt", "and a chunk behind it", "a step that is not recorded"],
 )
-def test_half_precision_is_near_the_oracle(model: str, times: Sequence[int], dtype: str) -> None:
+def test_half_precision_is_near_the_oracle(model: str, times: Sequence[int], tokens: int, dtype: str) -> None:
     """Tokens equal the float32 oracle's until its two best logits are near each other; logprobs are near throughout."""
 
     async def ask(backend: str, **options: Any) -> list[Any]:
@@ -228,7 +230,7 @@ def test_half_precision_is_near_the_oracle(model: str, times: Sequence[int], dty
             return await asyncio.gather(*(engine.generate(TEXT * n, params) for n in times))
 
     expected = asyncio.run(ask("torch", device="cpu", dtype="float32"))
-    ours = asyncio.run(ask("triton", dtype=dtype))
+    ours = asyncio.run(ask("triton", dtype=dtype, max_batch_tokens=tokens))
     errors = []
     for a, b in zip(expected, ours, strict=True):
         for x, y, mine, theirs in zip(a.token_ids, b.token_ids, b.logprobs, a.logprobs, strict=True):
