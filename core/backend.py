@@ -124,7 +124,7 @@ class Backend(Protocol):
         """Forget rows that ended when no plan follows that would say so."""
 
     def close(self) -> None:
-        """Free everything; idempotent."""
+        """Free everything at once; idempotent. After a step that failed, another backend is made and loaded next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -182,13 +183,12 @@ class EngineCore:
                 if not self._launched:
                     await self._rest()
                     continue
-                launched, since = self._launched[0]
                 try:
-                    result = await self._on_thread(_fetch, launched)
+                    result = await self._on_thread(_fetch, self._launched[0][0])
                 except Exception as error:
                     await self._recover(error)
                     continue
-                batch = self._take_in(result, since)
+                batch = self._take_in(result)
                 self._news.put_nowait(batch)
                 self._stirred.set()
         except Exception as error:
@@ -239,10 +239,10 @@ class EngineCore:
             self._checked = True
         await self._wake.wait()
 
-    def _take_in(self, result: StepResult, since: float) -> OutputBatch:
+    def _take_in(self, result: StepResult) -> OutputBatch:
         """Commit a result, launch what follows, and return the news."""
         began = time.perf_counter()
-        self._launched.popleft()
+        _, since = self._launched.popleft()
         self._last_progress = time.monotonic()
         self._meter.took_in(since, began, result.device_ms, more=bool(self._launched))
         batch = self.scheduler.commit(result)
@@ -274,9 +274,7 @@ class EngineCore:
     async def _recover(self, error: BaseException) -> None:
         """End the requests of the failed step and of those launched after it; start the backend anew."""
         log.error("a step failed: %r", error, exc_info=error)
-        for launched, _ in list(self._launched):  # the loop may still take one in
-            await self._on_thread(_settle, launched)
-        self._launched.clear()
+        await self._settle_all()
         failed = self.scheduler.fail_inflight()
         for seq_id in failed:
             self._forget(seq_id)
@@ -286,7 +284,9 @@ class EngineCore:
             self.give_up(EngineUnhealthy(f"two steps in a row failed, the last with {error!r}"))
             return
         self._failed_before = True
+        _forget_frames(error)
         try:
+            await self._on_thread(self.backend.close)  # a new one may need the memory of the old one
             self.backend = await self._on_thread(self._reload)
             self.restarts += 1
         except Exception as failure:
@@ -307,10 +307,14 @@ class EngineCore:
         """End what is left with EngineClosed, wait for the thread, close the backend."""
         if self.error is None:
             self.give_up(EngineClosed("the engine was closed"))
+        await self._settle_all()
+        await self._on_thread(self.backend.close)
+
+    async def _settle_all(self) -> None:
+        """Wait until all that was launched is over, and drop it."""
         for launched, _ in list(self._launched):  # the loop may still take one in
             await self._on_thread(_settle, launched)
         self._launched.clear()
-        await self._on_thread(self.backend.close)
 
     async def _on_thread(self, function: Callable[..., T], *args: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
@@ -319,6 +323,13 @@ class EngineCore:
 def _fetch(launched: Future[StepHandle]) -> StepResult:
     """Wait for a step's result, on the backend's thread."""
     return launched.result().result()
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Empty the frames that an error and its causes went through: they hold tensors of the backend that failed."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _settle(launched: Future[StepHandle]) -> None:

@@ -110,7 +110,11 @@ class TritonBackend:
 
     def close(self) -> None:
         """Free everything; idempotent."""
-        self._runner = None
+        if self._runner is not None:
+            self._runner.close()
+            self._runner = None
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()  # for whoever else is on the device
 
     def _loaded(self) -> Runner:
         if self._runner is None:

@@ -123,6 +123,11 @@ class StepGraphs:
             self._steps = {(n, kind): record(self._step(n, kind)) for n in reversed(self.decode_sizes) for kind in Kind}
             self._draws = {(n, kind): record(self._draw(n, kind)) for n in reversed(self.sample_sizes) for kind in Kind}
 
+    def close(self) -> None:
+        """Let go of all recordings: their functions hold this object, and with it all that the backend has."""
+        for recordings in (self._wholes, self._forwards, self._steps, self._draws):
+            recordings.clear()
+
     def layout(self, tokens: int, *, chunks: bool) -> Layout:
         """Return the layout of so many tokens."""
         found = self._layouts.get((tokens, chunks))

@@ -52,6 +52,11 @@ class Runner:
         self._berths: list[Berth] = []
         self._unread: deque[LaunchedStep] = deque(maxlen=2)
 
+    def close(self) -> None:
+        """Let go of recordings and steps, which hold this object, so that its memory is free at once."""
+        self._unread.clear()
+        self._graphs.close()
+
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Launch a step."""
         berth = self._berth()

@@ -497,10 +497,19 @@ async def test_options_the_backend_lacks_are_refused_at_open() -> None:
 class Failing(SimBackend):
     """Raises at the steps it is told to; steps are counted over restarts."""
 
-    def __init__(self, fail_at: set[int], counter: list[int]) -> None:
+    def __init__(self, fail_at: set[int], counter: list[int], events: list[str] | None = None) -> None:
         super().__init__()
         self.fail_at = fail_at
         self.counter = counter
+        self.events = [] if events is None else events
+
+    def load(self, config, model):
+        self.events.append("load")
+        return super().load(config, model)
+
+    def close(self):
+        self.events.append("close")
+        super().close()
 
     def launch(self, plan):
         self.counter[0] += 1
@@ -511,8 +520,8 @@ class Failing(SimBackend):
 
 @both_depths
 async def test_a_step_that_raises_fails_its_requests_and_nobody_else(depth: int) -> None:
-    counter = [0]
-    async with opened(lambda: Failing({5}, counter), depth=depth, max_slots=2) as (engine, plugin):
+    counter, events = [0], list[str]()
+    async with opened(lambda: Failing({5}, counter, events), depth=depth, max_slots=2) as (engine, plugin):
         params = [SamplingParams(seed=i, max_tokens=20, ignore_eos=True) for i in range(4)]
         handles = [await engine.submit([f"p{i}"], p) for i, p in enumerate(params)]
         results = await asyncio.gather(*(h.completions() for h in handles), return_exceptions=True)
@@ -521,6 +530,7 @@ async def test_a_step_that_raises_fails_its_requests_and_nobody_else(depth: int)
         for i in (2, 3):
             assert results[i][0].token_ids == answer(f"p{i}", i, 20, ())
         assert engine.stats().restarts == 1 and len(plugin.made) == 2 and engine.health().ok
+    assert events == ["load", "close", "load", "close"], "a new backend may need the memory of the old one"
 
 
 async def test_two_failures_in_a_row_end_the_engine() -> None:

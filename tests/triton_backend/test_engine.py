@@ -6,10 +6,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import itertools
 import os
 import re
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,7 @@ import pytest
 
 import slotline
 from slotline import SamplingParams
-from slotline.errors import ConfigError, ModelError
+from slotline.errors import ConfigError, ModelError, StepFailed
 from slotline.plan import RowSetup, StepPlan
 from slotline.testing import BackendConformance, write_tiny_llama
 
@@ -289,3 +292,45 @@ async def test_the_front_of_long_chunks_takes_library_attention(
     ours, _ = await answers(tiny_llama, "triton", prompts, params, **options)
     assert set(taken) == {(0, 256), (267, 395)}
     compare(ours, expected)
+
+
+@interpreted
+@pytest.mark.parametrize("where", ["launch", "result"])
+async def test_what_failed_or_was_closed_makes_room_at_once(
+    where: str, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the garbage collector, which may take its time: weights and the cache fill most of a GPU."""
+    from slotline.plugins.triton_backend.backend import TritonBackend
+    from slotline.plugins.triton_backend.results import LaunchedStep
+    from slotline.plugins.triton_backend.runner import Runner
+
+    made: list[weakref.ref[Any]] = []
+    left: list[int] = []
+    owner: Any = Runner if where == "launch" else LaunchedStep
+    load, step, steps = TritonBackend.load, getattr(owner, where), itertools.count()
+
+    def counted(self: TritonBackend, *args: Any) -> Any:
+        left.append(sum(decoder() is not None for decoder in made))
+        info = load(self, *args)
+        made.append(weakref.ref(self._loaded()._decoder))
+        return info
+
+    def failing(self: Any, *args: Any) -> Any:
+        if next(steps) == 2:
+            raise RuntimeError("injected")
+        return step(self, *args)
+
+    monkeypatch.setattr(TritonBackend, "load", counted)
+    monkeypatch.setattr(owner, where, failing)
+    params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+    gc.collect()
+    gc.disable()
+    try:
+        options = {"max_slots": 2, "kv_cache_tokens": 512}
+        async with slotline.Engine.open(str(tiny_llama), backend="triton", **options) as engine:
+            with pytest.raises(StepFailed, match="injected"):
+                await engine.generate("the dog", params)
+            assert len((await engine.generate("the dog", params)).token_ids) == 6
+        assert left == [0, 0] and [decoder() for decoder in made] == [None, None]
+    finally:
+        gc.enable()
