@@ -22,6 +22,7 @@ from slotline.plugins.torch_backend.memory import (
     CacheSize,
     cache_size,
     free_host_memory,
+    give_back,
     longest_sequence,
 )
 from slotline.plugins.torch_backend.processing import Processors
@@ -101,6 +102,7 @@ class TorchBackend:
     def close(self) -> None:
         """Free everything; idempotent."""
         self._runner = None
+        give_back()
 
     def _loaded(self) -> Runner:
         if self._runner is None:

@@ -21,7 +21,14 @@ from slotline.model import Model
 from slotline.plan import StepPlan
 from slotline.plugins.models.cache import cache_dir
 from slotline.plugins.torch_backend.backend import GPU_BATCH_TOKENS
-from slotline.plugins.torch_backend.memory import CPU_SHARE, GPU_SHARE, cache_size, free_host_memory, longest_sequence
+from slotline.plugins.torch_backend.memory import (
+    CPU_SHARE,
+    GPU_SHARE,
+    cache_size,
+    free_host_memory,
+    give_back,
+    longest_sequence,
+)
 from slotline.plugins.torch_backend.processing import Processors
 from slotline.plugins.torch_backend.step import Failed
 from slotline.plugins.triton_backend.decoder import Decoder
@@ -89,7 +96,7 @@ class TritonBackend:
             with torch.inference_mode():
                 self._runner, info = self._build(config, model, device, _choose_dtype(config, device))
         except torch.OutOfMemoryError as error:
-            torch.cuda.empty_cache()
+            give_back()
             raise ModelError(
                 f"{model.name} does not fit into the memory of {device}; use fewer max_slots, a smaller max_model_len "
                 f"or kv_cache_tokens, or another GPU ({str(error).splitlines()[0]})"
@@ -113,8 +120,7 @@ class TritonBackend:
         if self._runner is not None:
             self._runner.close()
             self._runner = None
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()  # for whoever else is on the device
+        give_back()
 
     def _loaded(self) -> Runner:
         if self._runner is None:
@@ -178,7 +184,7 @@ class TritonBackend:
 def _free_memory(device: torch.device) -> int:
     if device.type != "cuda":
         return free_host_memory()
-    torch.cuda.empty_cache()  # what the allocator keeps for later is free, too
+    give_back()  # what the allocator keeps for later is free, too
     return torch.cuda.mem_get_info(device)[0]
 
 
