@@ -24,6 +24,7 @@ from slotline.plugins.torch_backend.memory import (
     free_host_memory,
     give_back,
     longest_sequence,
+    refusing_what_is_too_large,
 )
 from slotline.plugins.torch_backend.processing import Processors
 from slotline.plugins.torch_backend.rotation import dynamic_from
@@ -79,7 +80,7 @@ class TorchBackend:
 
         Raises:
             ConfigError: device, dtype or cache size cannot be had, with one sentence that says what to do.
-            ModelError: the model brings no weights that this backend can read.
+            ModelError: the model brings no weights that this backend can read, or does not fit.
         """
         if model.checkpoint is None:
             raise ModelError(f"{model.name} has no weights; choose a model with weights, or backend echo")
@@ -87,7 +88,7 @@ class TorchBackend:
             torch.set_num_threads(config.threads)
         device = choose_device(config.device)
         dtype = choose_dtype(config, device)
-        with torch.inference_mode():
+        with torch.inference_mode(), refusing_what_is_too_large(model.name, device):
             self._runner = self._build(config, model, device, dtype)
         return self._runner.info
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from slotline.config import EngineConfig
-from slotline.errors import ConfigError
+from slotline.errors import ConfigError, ModelError
 
 BLOCK_SIZES = (16, 32, 64, 128)
 USUAL_LENGTH = 2048  # tokens per slot that the default size provides for
@@ -115,6 +118,26 @@ def give_back() -> None:
 
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
+
+
+@contextmanager
+def refusing_what_is_too_large(model: str, device: object) -> Iterator[None]:
+    """Say what to do where the device's memory runs out while loading, and free what was loaded so far.
+
+    Raises:
+        ModelError: in place of torch's error.
+    """
+    import torch
+
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        traceback.clear_frames(error.__traceback__)  # they hold tensors, for as long as somebody holds the error
+        give_back()
+        raise ModelError(
+            f"{model} does not fit into the memory of {device}; use fewer max_slots, a smaller max_model_len "
+            f"or kv_cache_tokens, or another GPU ({str(error).splitlines()[0]})"
+        ) from error
 
 
 def free_host_memory() -> int:

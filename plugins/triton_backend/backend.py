@@ -28,6 +28,7 @@ from slotline.plugins.torch_backend.memory import (
     free_host_memory,
     give_back,
     longest_sequence,
+    refusing_what_is_too_large,
 )
 from slotline.plugins.torch_backend.processing import Processors
 from slotline.plugins.torch_backend.step import Failed
@@ -92,15 +93,8 @@ class TritonBackend:
         if model.checkpoint is None:
             raise ModelError(f"{model.name} has no weights; choose a model with weights, or backend echo")
         device = choose_device(config.device)
-        try:
-            with torch.inference_mode():
-                self._runner, info = self._build(config, model, device, _choose_dtype(config, device))
-        except torch.OutOfMemoryError as error:
-            give_back()
-            raise ModelError(
-                f"{model.name} does not fit into the memory of {device}; use fewer max_slots, a smaller max_model_len "
-                f"or kv_cache_tokens, or another GPU ({str(error).splitlines()[0]})"
-            ) from error
+        with torch.inference_mode(), refusing_what_is_too_large(model.name, device):
+            self._runner, info = self._build(config, model, device, _choose_dtype(config, device))
         return info
 
     def launch(self, plan: StepPlan) -> StepHandle:

@@ -2,13 +2,14 @@
 
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
 
 from slotline.config import EngineConfig
-from slotline.errors import CheckpointError, ConfigError
-from slotline.plugins.torch_backend.memory import cache_size, free_host_memory
+from slotline.errors import CheckpointError, ConfigError, ModelError
+from slotline.plugins.torch_backend.memory import cache_size, free_host_memory, refusing_what_is_too_large
 
 MIB = 2**20
 
@@ -111,3 +112,18 @@ print(type(found[0].create()).__name__)
 """
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "TorchBackend", done.stderr
+
+
+def test_memory_that_runs_out_is_one_sentence_and_frees_what_was_loaded():
+    loaded = []
+
+    def load():
+        weights = torch.zeros(4)
+        loaded.append(weakref.ref(weights))
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nand more lines")
+
+    with pytest.raises(ModelError) as refused, refusing_what_is_too_large("m", "cuda:0"):
+        load()
+    assert str(refused.value).startswith("m does not fit into the memory of cuda:0; use fewer max_slots")
+    assert str(refused.value).endswith("(CUDA out of memory. Tried to allocate 2 GiB)")
+    assert loaded[0]() is None, "as long as the error is held, so was this"
