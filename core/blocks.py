@@ -152,7 +152,7 @@ class BlockPool:
             self._refs[block] -= 1
             if self._refs[block]:
                 continue
-            if after_step is None and block not in self._node:
+            if after_step is None and block not in self._node:  # most blocks, where nothing is cached
                 self._free[block] = None
                 continue
             # A parent stays as long as what hangs on it waits, or it could be evicted from under it.

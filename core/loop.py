@@ -327,7 +327,9 @@ def _fetch(launched: Future[StepHandle]) -> StepResult:
 
 def _forget_frames(error: BaseException | None) -> None:
     """Empty the frames that an error and its causes went through: they hold tensors of the backend that failed."""
-    while error is not None:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:  # causes may go round
+        seen.add(id(error))
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 

@@ -17,6 +17,7 @@ T = TypeVar("T")
 Prompt = str | Sequence[int] | Sequence[Message]
 
 KINDS = "a text, a list of token ids, or a list of chat messages"
+RAW = bytes | bytearray | memoryview  # sequences of integers, but no token ids
 LONG_PROMPT = 4096  # characters; longer texts are encoded off the event loop
 WORKERS = 2  # threads for templates and long prompts
 
@@ -27,14 +28,14 @@ def check_prompts(prompts: Any) -> None:
     Raises:
         InvalidParameter: it is a text or nothing of the kind, or there is no prompt.
     """
-    if not isinstance(prompts, Sequence) or isinstance(prompts, str | bytes) or not len(prompts):
+    if not isinstance(prompts, Sequence) or isinstance(prompts, str | RAW) or not len(prompts):
         raise InvalidParameter.of("prompt", prompts, "a list of prompts, at least one")
 
 
 def _listed(prompt: Any) -> list[Any]:
     """Return the items of a prompt that is no text: a sequence, or an array of one dimension."""
     items = prompt.tolist() if getattr(prompt, "ndim", 0) == 1 else prompt
-    if not isinstance(items, Sequence) or isinstance(items, bytes | bytearray | memoryview):
+    if isinstance(prompt, RAW) or not isinstance(items, Sequence):
         raise InvalidParameter.of("prompt", prompt, KINDS)
     return list(items)
 

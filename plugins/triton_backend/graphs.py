@@ -93,9 +93,8 @@ class StepGraphs:
         self.decode_sizes = sizes_up_to(slots, DECODE_SIZES if compiled else FEW_ROWS)
         self.token_sizes = TOKEN_SIZES if compiled else FEW_TOKENS
         self.sample_sizes = sizes_up_to(slots, SAMPLE_SIZES if compiled else FEW_ROWS)
-        lengths = library_lengths(most) if compiled else FEW_WHOLES
-        recorded = tuple(n for n in lengths if n <= FINE and (n > MOST_TOKENS or not compiled))
-        self.whole_sizes = recorded if decoder.library else ()
+        lengths = (library_lengths(most) if compiled else FEW_WHOLES) if decoder.library else ()
+        self.whole_sizes = tuple(n for n in lengths if self.token_sizes[-1] < n <= FINE)
         self.round = 64 if compiled else 8
         self._head = Layout(slots, 0, 0)
         self._layouts: dict[tuple[int, bool], Layout] = {}
@@ -113,8 +112,7 @@ class StepGraphs:
             return Recording(function, pool, stream, first)
 
         shallow = decoder.shallow()
-        if decoder.library:
-            self._try_lengths(shallow, [n for n in lengths if n not in self.whole_sizes])
+        self._try_lengths(shallow, [n for n in lengths if n not in self.whole_sizes])
         with _nothing_collected():
             self._wholes = {
                 n: record(self._whole(n, decoder), self._whole(n, shallow)) for n in reversed(self.whole_sizes)

@@ -205,8 +205,10 @@ class _Reader:
         return self.product(self.tensor(*names), bias)
 
     def product(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        zeros = self._zeros.setdefault(len(weight), weight.new_zeros(len(weight)))
-        return Linear(weight, bias, self._exact, self._tuning, zeros)
+        rows = len(weight)
+        if rows not in self._zeros:
+            self._zeros[rows] = weight.new_zeros(rows)
+        return Linear(weight, bias, self._exact, self._tuning, self._zeros[rows])
 
 
 def _layer(reader: _Reader, index: int, config: DecoderConfig) -> Layer:

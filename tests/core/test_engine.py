@@ -32,6 +32,7 @@ from slotline.errors import (
 )
 from slotline.hookspecs import hookimpl
 from slotline.intake import choice_seed
+from slotline.loop import _forget_frames
 from slotline.manager import PluginManager
 from slotline.plugins.echo import VOCAB, open_model
 from slotline.request import RequestEvent
@@ -350,11 +351,11 @@ async def test_bad_requests_are_refused_before_they_run() -> None:
         assert full.finish_reason in ("length", "stop")
 
 
-NO_PROMPTS = [5, None, 3.5, b"abc", {"role": "user"}, {1, 2}, np.ones((2, 2), int)]
+NO_PROMPTS = [5, None, 3.5, b"abc", memoryview(b"abc"), {"role": "user"}, {1, 2}, np.ones((2, 2), int)]
 SAME_IDS = [np.array([1, 2, 3]), [np.int32(1), np.int64(2), 3], (1, 2, 3), range(1, 4)]
 
 
-@pytest.mark.parametrize("prompt", NO_PROMPTS, ids=repr)
+@pytest.mark.parametrize("prompt", NO_PROMPTS, ids=lambda prompt: type(prompt).__name__)
 async def test_what_is_no_prompt_is_refused(prompt: Any) -> None:
     async with opened() as (engine, _):
         for prompts in ([prompt], ["fine", prompt]):
@@ -531,6 +532,17 @@ async def test_a_step_that_raises_fails_its_requests_and_nobody_else(depth: int)
             assert results[i][0].token_ids == answer(f"p{i}", i, 20, ())
         assert engine.stats().restarts == 1 and len(plugin.made) == 2 and engine.health().ok
     assert events == ["load", "close", "load", "close"], "a new backend may need the memory of the old one"
+
+
+def test_causes_that_go_round_are_followed_once() -> None:
+    first, second = ValueError(), KeyError()
+    first.__cause__, second.__cause__ = second, first
+    try:
+        raise first
+    except ValueError:
+        held = [1]
+        _forget_frames(first)
+    assert held == [1], "what still runs keeps its frame"
 
 
 async def test_two_failures_in_a_row_end_the_engine() -> None:

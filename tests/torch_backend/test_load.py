@@ -9,6 +9,7 @@ import torch
 
 from slotline.config import EngineConfig
 from slotline.errors import CheckpointError, ConfigError, ModelError
+from slotline.plugins.torch_backend.backend import TorchBackend
 from slotline.plugins.torch_backend.memory import cache_size, free_host_memory, refusing_what_is_too_large
 
 MIB = 2**20
@@ -127,3 +128,11 @@ def test_memory_that_runs_out_is_one_sentence_and_frees_what_was_loaded():
     assert str(refused.value).startswith("m does not fit into the memory of cuda:0; use fewer max_slots")
     assert str(refused.value).endswith("(CUDA out of memory. Tried to allocate 2 GiB)")
     assert loaded[0]() is None, "as long as the error is held, so was this"
+
+
+def test_closing_says_nothing_of_a_device_that_failed(monkeypatch):
+    def failed():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", failed)
+    TorchBackend().close()
