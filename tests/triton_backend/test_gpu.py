@@ -222,24 +222,32 @@ async def test_the_memory_report_names_every_use(model: str) -> None:
     ids=["short", "a recorded whole prompt", "and a chunk behind it", "a step that is not recorded"],
 )
 def test_half_precision_is_near_the_oracle(model: str, times: Sequence[int], tokens: int, dtype: str) -> None:
-    """Tokens equal the float32 oracle's until its two best logits are near each other; logprobs are near throughout."""
+    """Tokens equal the float32 oracle's until its two best are near each other; logprobs are as near as PyTorch's."""
 
-    async def ask(backend: str, **options: Any) -> list[Any]:
-        params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, logprobs=2)
-        async with slotline.Engine.open(model, backend=backend, max_slots=8, kv_cache_tokens=8192, **options) as engine:
-            return await asyncio.gather(*(engine.generate(TEXT * n, params) for n in times))
+    def ask(backend: str, **options: Any) -> list[Any]:
+        async def serve() -> list[Any]:
+            params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, logprobs=2)
+            async with slotline.Engine.open(model, backend=backend, max_slots=8, kv_cache_tokens=8192, **options) as it:
+                return await asyncio.gather(*(it.generate(TEXT * n, params) for n in times))
 
-    expected = asyncio.run(ask("torch", device="cpu", dtype="float32"))
-    ours = asyncio.run(ask("triton", dtype=dtype, max_batch_tokens=tokens))
+        return asyncio.run(serve())
+
+    expected = ask("torch", device="cpu", dtype="float32")
+    ours = mean_error(expected, ask("triton", dtype=dtype, max_batch_tokens=tokens))
+    assert ours < 2 * mean_error(expected, ask("torch", device="cuda", dtype=dtype)) + 0.002
+
+
+def mean_error(expected: list[Any], found: list[Any]) -> float:
+    """Return by how much logprobs differ where tokens are equal; they may part where the two best are within 0.3."""
     errors = []
-    for a, b in zip(expected, ours, strict=True):
+    for a, b in zip(expected, found, strict=True):
         for x, y, mine, theirs in zip(a.token_ids, b.token_ids, b.logprobs, a.logprobs, strict=True):
             best, second = sorted(theirs.values(), reverse=True)[:2]
             if x != y:
                 assert best - second < 0.3
                 break
             errors.append(abs(mine[x] - theirs[x]))
-    assert errors and sum(errors) / len(errors) < 0.05
+    return statistics.mean(errors)
 
 
 async def test_an_engine_opens_while_the_remains_of_another_are_collected(model: str) -> None:
