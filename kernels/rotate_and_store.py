@@ -5,7 +5,7 @@ For each head of q and k (after its RMS norm, where the model has one), with hal
     (a, b) -> (a cos - b sin, b cos + a sin)
 
 q goes to a tensor of its own; k, and v as it is, go to their page. A program takes one head of a token where tokens are
-few, which ends soonest, and many heads where they are many: small programs by the ten thousand take ten times as long.
+few, which ends soonest, and of several where they are many: small programs by the ten thousand take ten times as long.
 Su et al., "RoFormer", 2021.
 """
 
@@ -19,9 +19,10 @@ import triton.language as tl
 from torch import Tensor
 
 from slotline.kernels.dependent import launching, release, wait
-from slotline.kernels.launch import jit, padded
+from slotline.kernels.launch import jit, padded, varying
 
 FEW = 16  # tokens
+TAKEN = 512  # elements of half a head that a program takes where tokens are more
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ def _normed(
     HALF: tl.constexpr,
     LIKE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return the halves [heads, lanes], each head divided by its root mean square and times the weight."""
+    """Return the halves [tokens, lanes] of heads, each head divided by its root mean square and times the weight."""
     scale = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * HALF) + eps)[:, None]
     low = tl.load(weight + lane, mask=inside, other=0.0).to(tl.float32)[None, :]
     high = tl.load(weight + HALF + lane, mask=inside, other=0.0).to(tl.float32)[None, :]
@@ -53,7 +54,7 @@ def _normed(
     return first, second
 
 
-@jit
+@varying("tokens")
 def _rotate_kernel(
     qkv: tl.tensor,
     angles: tl.tensor,
@@ -65,6 +66,7 @@ def _rotate_kernel(
     q_weight: tl.tensor,
     k_weight: tl.tensor,
     stride: int,
+    tokens: int,
     eps: float,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -78,41 +80,42 @@ def _rotate_kernel(
 ) -> None:
     release(DEPENDENT)
     wait(DEPENDENT)
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * TAKEN + tl.arange(0, TAKEN)
+    token = (tl.program_id(0) * TAKEN + tl.arange(0, TAKEN)).to(tl.int64)
+    head = tl.program_id(1)
     lane = tl.arange(0, BLOCK)
-    inside = lane < HALF
     LIKE: tl.constexpr = qkv.dtype.element_ty
-    there = (head < HEADS + 2 * KV_HEADS)[:, None] & inside[None, :]
-    source = qkv + token * stride + head[:, None] * 2 * HALF + lane[None, :]  # [TAKEN, BLOCK]
-    first = tl.load(source, mask=there, other=0.0).to(tl.float32)
-    second = tl.load(source + HALF, mask=there, other=0.0).to(tl.float32)
-    is_query = (head < HEADS)[:, None]
-    is_value = (head >= HEADS + KV_HEADS)[:, None]
-    low, high = first, second
-    if NORM:
-        q_first, q_second = _normed(first, second, q_weight, lane, inside, eps, HALF, LIKE)
-        k_first, k_second = _normed(first, second, k_weight, lane, inside, eps, HALF, LIKE)
-        low, high = tl.where(is_query, q_first, k_first), tl.where(is_query, q_second, k_second)
-    turn = angles + tl.load(positions + token).to(tl.int64) * 2 * HALF + lane
-    cos = tl.load(turn, mask=inside, other=0.0)[None, :]
-    sin = tl.load(turn + HALF, mask=inside, other=0.0)[None, :]
-    low, high = low * cos - high * sin, high * cos + low * sin
-    target = q_out + token * HEADS * 2 * HALF + head[:, None] * 2 * HALF + lane[None, :]
-    tl.store(target, low, mask=is_query & inside[None, :])
-    tl.store(target + HALF, high, mask=is_query & inside[None, :])
-    place = tl.load(places + token).to(tl.int64)
-    kv_head = (head + 2 * KV_HEADS - HEADS % KV_HEADS) % KV_HEADS
-    row = (place // PAGE * KV_HEADS + kv_head) * PAGE + place % PAGE
-    offset = row[:, None] * 2 * HALF + lane[None, :]
-    is_key = there & (is_query == 0) & (is_value == 0)
-    if KEEP:
-        tl.store(source, low, mask=is_key)
-        tl.store(source + HALF, high, mask=is_key)
-    tl.store(k_pages + offset, low, mask=is_key)
-    tl.store(k_pages + offset + HALF, high, mask=is_key)
-    tl.store(v_pages + offset, first, mask=there & is_value)
-    tl.store(v_pages + offset + HALF, second, mask=there & is_value)
+    real = token < tokens
+    there = real[:, None] & (lane < HALF)[None, :]
+    source = qkv + token[:, None] * stride + head * 2 * HALF + lane[None, :]  # [TAKEN, BLOCK]
+    first = tl.load(source, mask=there, other=0.0)
+    second = tl.load(source + HALF, mask=there, other=0.0)
+    place = tl.load(places + token, mask=real, other=0).to(tl.int64)
+    row = (place // PAGE * KV_HEADS + (head - HEADS) % KV_HEADS) * PAGE + place % PAGE
+    stored = row[:, None] * 2 * HALF + lane[None, :]
+    if head >= HEADS + KV_HEADS:
+        tl.store(v_pages + stored, first, mask=there)
+        tl.store(v_pages + stored + HALF, second, mask=there)
+    else:
+        low, high = first.to(tl.float32), second.to(tl.float32)
+        if NORM:
+            weight = k_weight
+            if head < HEADS:
+                weight = q_weight
+            low, high = _normed(low, high, weight, lane, lane < HALF, eps, HALF, LIKE)
+        turn = angles + tl.load(positions + token, mask=real, other=0).to(tl.int64)[:, None] * 2 * HALF + lane[None, :]
+        cos = tl.load(turn, mask=there, other=0.0)
+        sin = tl.load(turn + HALF, mask=there, other=0.0)
+        low, high = low * cos - high * sin, high * cos + low * sin
+        if head < HEADS:
+            target = q_out + (token[:, None] * HEADS + head) * 2 * HALF + lane[None, :]
+            tl.store(target, low, mask=there)
+            tl.store(target + HALF, high, mask=there)
+        else:
+            if KEEP:
+                tl.store(source, low, mask=there)
+                tl.store(source + HALF, high, mask=there)
+            tl.store(k_pages + stored, low, mask=there)
+            tl.store(k_pages + stored + HALF, high, mask=there)
 
 
 def rotate_and_store(
@@ -144,10 +147,11 @@ def rotate_and_store(
     tokens, heads = qkv.shape[0], qkv.shape[1] // dim - 2 * kv_heads
     out = torch.empty((tokens, heads, dim), dtype=qkv.dtype, device=qkv.device)
     weights = (norms.q, norms.k, norms.eps) if norms is not None else (qkv, qkv, 0.0)
-    taken = 1 if tokens <= FEW and not alike else 16
-    _rotate_kernel[(tokens, triton.cdiv(heads + 2 * kv_heads, taken))](
-        qkv, angles, positions, places, out, k_pages, v_pages, weights[0], weights[1], qkv.stride(0), weights[2],
-        HEADS=heads, KV_HEADS=kv_heads, HALF=dim // 2, BLOCK=padded(dim // 2), PAGE=page, NORM=norms is not None,
+    block = padded(dim // 2)
+    taken = 1 if tokens <= FEW and not alike else max(TAKEN // block, 1)
+    _rotate_kernel[(triton.cdiv(tokens, taken), heads + 2 * kv_heads)](
+        qkv, angles, positions, places, out, k_pages, v_pages, weights[0], weights[1], qkv.stride(0), tokens,
+        weights[2], HEADS=heads, KV_HEADS=kv_heads, HALF=dim // 2, BLOCK=block, PAGE=page, NORM=norms is not None,
         KEEP=keep, TAKEN=taken, num_warps=1 if taken == 1 else 4, **launching(dependent, qkv.device),
     )  # fmt: skip
     return out

@@ -20,6 +20,8 @@ COUNTS = (
 )  # rows of x; between two of them, the choice for the larger one counts
 MOST_LOGITS = 512
 CACHE = 300_000_000  # bytes of weights that pass between two uses of the same ones: more than an L2 cache holds
+AT_LEAST = 16  # products in a row, or what starting them takes would count as much as a small difference
+LONG = 512  # rows of x from which on one round is enough
 MARGIN = 0.98  # of the library's time: what our own way must stay below
 
 PLAIN = (
@@ -121,7 +123,7 @@ def tune(
 
 
 class Stopwatch:
-    """Time products on a GPU: a graph of as many of them as do not fit into its cache."""
+    """Time products on a GPU: a graph of many, whose weights do not fit into its cache."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, repeats: int = 5) -> None:
         self._device = device
@@ -153,11 +155,12 @@ class Stopwatch:
                 return None
             raise
         torch.cuda.synchronize(self._device)
+        line = weights if count > LONG else weights * -(-AT_LEAST // len(weights))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            for weight in weights:
+            for weight in line:
                 run(weight)
-        return min(self._replay(graph) for _ in range(self._repeats)) / len(weights)
+        return min(self._replay(graph) for _ in range(self._repeats)) / len(line)
 
     def _fetches(self, columns: int) -> bool:
         able: bool = torch.cuda.get_device_capability(self._device)[0] >= 9

@@ -91,7 +91,7 @@ def angles(length: int, dim: int, device: torch.device) -> torch.Tensor:
 @pytest.mark.parametrize(("shape", "dtype"), SHAPES)
 @pytest.mark.parametrize(("normed", "tokens"), [(False, 7), (True, 7), (False, 21), (True, 21)])
 def test_rotate_and_store(dtype, shape, normed, tokens, device):
-    """A few tokens, and as many as make programs take several heads."""
+    """A few tokens, and as many as make programs take several of them."""
     heads, kv_heads, dim = shape
     qkv = draw(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype, device=device)
     positions = torch.tensor([0, 1, 5, 63, 64, 200, 17] * 3, dtype=torch.int32, device=device)[:tokens]
