@@ -6,6 +6,7 @@ of logprobs) are sampled step by step, with the torch backend's code for the fir
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -95,6 +96,9 @@ class TritonBackend:
         device = choose_device(config.device)
         with torch.inference_mode(), refusing_what_is_too_large(model.name, device):
             self._runner, info = self._build(config, model, device, _choose_dtype(config, device))
+        # A full pass of the garbage collector halts all streams while it looks at everything that is loaded, now and then
+        # for a tenth of a second. Recording began with one; from here on it leaves out what is there.
+        gc.freeze()
         return info
 
     def launch(self, plan: StepPlan) -> StepHandle:
@@ -114,6 +118,7 @@ class TritonBackend:
         if self._runner is not None:
             self._runner.close()
             self._runner = None
+            gc.unfreeze()
         give_back()
 
     def _loaded(self) -> Runner:

@@ -295,6 +295,14 @@ async def test_the_front_of_long_chunks_takes_library_attention(
 
 
 @interpreted
+async def test_a_full_collection_leaves_out_what_is_loaded(tiny_llama: Path) -> None:
+    at_first = gc.get_freeze_count()
+    async with slotline.Engine.open(str(tiny_llama), backend="triton", max_slots=2, kv_cache_tokens=512):
+        assert gc.get_freeze_count() > at_first + 50_000
+    assert gc.get_freeze_count() == 0
+
+
+@interpreted
 @pytest.mark.parametrize("where", ["launch", "result"])
 async def test_what_failed_or_was_closed_makes_room_at_once(
     where: str, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
