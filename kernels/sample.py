@@ -36,7 +36,6 @@ from slotline.kernels.launch import (
     ints,
     jit,
     longs,
-    padded,
     settings,
 )
 from slotline.kernels.ordering import (
@@ -63,6 +62,7 @@ from slotline.kernels.selection import (
     nth_key,
     pool_put,
 )
+from slotline.kernels.survey import Survey, group_lanes, groups_from, ids_of_groups, note_groups, survey_block
 
 _WANTED = tl.constexpr(1024)  # groups whose largest pass where top_p alone cuts the row off
 
@@ -84,8 +84,14 @@ def _peaks_kernel(
     flags: tl.tensor,
     tops: tl.tensor,
     tops_stride: int,
+    asks: tl.tensor,
+    block_peaks: tl.tensor,
+    block_sums: tl.tensor,
+    block_flags: tl.tensor,
+    raw_tops: tl.tensor,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
+    SURVEY: tl.constexpr,
 ) -> None:
     row, block = tl.program_id(0), tl.program_id(1)
     temperature = tl.load(temperatures + row)
@@ -96,9 +102,11 @@ def _peaks_kernel(
     tl.store(bests + place, tl.max(packed(ordered_key(s), ids), 0).to(tl.int64, bitcast=True))
     tl.store(flags + place, tl.max(invalid(x).to(tl.int32), 0))
     if (temperature > 0) & _reads_pool(tl.load(top_ks + row), tl.load(top_ps + row), vocab):
-        largest = tl.max(tl.reshape(s, [BLOCK // GROUP, GROUP]), 1)
-        lane = block * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
-        tl.store(tops + row.to(tl.int64) * tops_stride + lane, largest)
+        note_groups(s, row, block, tops, tops_stride, BLOCK, GROUP)
+    if SURVEY:  # noqa: SIM102 - decided when it is compiled
+        if tl.load(asks + row) >= 0:
+            x = survey_block(x, row, block, block_peaks, block_sums, block_flags)
+            note_groups(x, row, block, raw_tops, tops_stride, BLOCK, GROUP)
 
 
 @jit
@@ -168,29 +176,36 @@ def _weights_kernel(
     pool: tl.tensor,
     sums: tl.tensor,
     bests: tl.tensor,
+    tops: tl.tensor,
+    tops_stride: int,
     BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
     POOL: tl.constexpr,
 ) -> None:
     row, block = tl.program_id(0), tl.program_id(1)
     temperature = tl.load(temperatures + row)
     wanted = (temperature > 0) & (tl.load(status + row) == 0)
     top_k, place = tl.load(top_ks + row), row * tl.num_programs(1) + block
-    if wanted & (top_k > 0) & (top_k < vocab):
-        # What top_k leaves is all in the pool: blocks with none of it are not read again, nor are sums of blocks.
+    by_rank = (top_k > 0) & (top_k < vocab)
+    least_key = tl.load(least + row).to(tl.uint32)
+    if wanted & by_rank:
+        # What top_k leaves is all in the pool: only groups with some of it are read again, and no sums of blocks.
         tl.store(sums + place, tl.full([], 0, tl.int64))
-        best = key_in(tl.load(bests + place).to(tl.uint64, bitcast=True))
-        wanted = best >= tl.load(least + row).to(tl.uint32)
+        wanted = key_in(tl.load(bests + place).to(tl.uint64, bitcast=True)) >= least_key
     if wanted:
-        ids = block * BLOCK + tl.arange(0, BLOCK)
-        x = tl.load(logits + row.to(tl.int64) * stride + ids, mask=ids < vocab, other=float("-inf"))
+        ids = ids_of_groups(block, BLOCK, GROUP)
+        inside = ids < vocab
+        if by_rank:
+            inside &= groups_from(row, block, tops, tops_stride, least_key, BLOCK, GROUP)[:, None]
+        x = tl.load(logits + row.to(tl.int64) * stride + ids, mask=inside, other=float("-inf"))
         s = score(x, temperature)
         key = ordered_key(s)
         floor = tl.load(cut_keys + row).to(tl.uint32)
         w = tl.where(key >= floor, weight(s, tl.load(peaks + row)), 0)
-        tl.store(sums + place, tl.sum(w, 0).to(tl.int64))
+        tl.store(sums + place, tl.sum(tl.sum(w, 1), 0).to(tl.int64))
         if _reads_pool(top_k, tl.load(top_ps + row), vocab):
-            chosen = key >= tl.load(least + row).to(tl.uint32)
-            pool_put(key, ids, chosen, counters + row, pool + row.to(tl.int64) * POOL, POOL)
+            keys, places = tl.reshape(key, [BLOCK]), tl.reshape(ids, [BLOCK])
+            pool_put(keys, places, keys >= least_key, counters + row, pool + row.to(tl.int64) * POOL, POOL)
 
 
 @jit
@@ -454,6 +469,7 @@ def sample(
     top_p: Tensor,
     seeds: Tensor,
     positions: Tensor,
+    survey: Survey | None = None,
 ) -> Sampled:
     """Return a token for each row.
 
@@ -465,20 +481,30 @@ def sample(
         top_p: [R] float32, 1 is off.
         seeds: [R] int64, the bits of the 64-bit unsigned seeds.
         positions: [R] int64, absolute position of the token that is sampled.
+        survey: is filled in on the way.
     """
     rows, _ = check_logits(logits)
     numbers = {"temperature": temperature, "log_min_p": log_min_p, "top_p": top_p}
     check_columns(rows, logits.device, **{name: (column, torch.float32) for name, column in numbers.items()})
     check_columns(rows, logits.device, top_k=(top_k, torch.int32), seeds=(seeds, torch.int64))
     check_columns(rows, logits.device, positions=(positions, torch.int64))
-    return _launch(logits, temperature, log_min_p, top_k, top_p, seeds, positions)
+    if survey is not None:
+        check_columns(rows, logits.device, asks=(survey.asks, torch.int32))
+    return _launch(logits, temperature, log_min_p, top_k, top_p, seeds, positions, survey)
 
 
 def _launch(
-    x: Tensor, temperature: Tensor, log_min_p: Tensor, top_k: Tensor, top_p: Tensor, seeds: Tensor, positions: Tensor
+    x: Tensor,
+    temperature: Tensor,
+    log_min_p: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    survey: Survey | None,
 ) -> Sampled:
     rows, vocab, count, device = *x.shape, blocks(x.shape[1]), x.device
-    groups = padded(count * (BLOCK // GROUP))
+    groups = group_lanes(x.shape[1])
     bests, sums, pool = longs(device, rows, count), longs(device, rows, count), longs(device, rows, POOL)
     tops, peaks, least = floats(device, rows, groups), floats(device, rows), longs(device, rows)
     flags, counters, pending = ints(device, rows, count), ints(device, rows), ints(device, rows)
@@ -486,12 +512,15 @@ def _launch(
     start, cut, drawn = (x, x.stride(0), vocab), (temperature, top_k, top_p), (seeds, positions)
     every, lines = (rows, count), (rows,)
 
-    _peaks_kernel[every](*start, *cut, bests, flags, tops, groups, BLOCK=BLOCK, GROUP=GROUP, **settings("pass"))
+    lent = survey or (flags, tops, tops, flags, tops)
+    tiles = {"BLOCK": BLOCK, "GROUP": GROUP}
+    asked = {"SURVEY": survey is not None}
+    _peaks_kernel[every](*start, *cut, bests, flags, tops, groups, *lent, **tiles, **asked, **settings("pass"))
     found = (bests, flags, tops, groups, vocab, temperature, log_min_p, top_k, top_p, *out, peaks, least, counters)
     sizes = {"WIDTH": MAX_BLOCKS, "TOPS": groups, "GROUP": GROUP, "POOL": POOL}
     _bounds_kernel[lines](*found, count, **sizes, **settings("combine"))
-    bounds = (out.status, out.cut_keys, peaks, least, counters, pool, sums, bests)
-    _weights_kernel[every](*start, *cut, *bounds, BLOCK=BLOCK, POOL=POOL, **settings("pass"))
+    bounds = (out.status, out.cut_keys, peaks, least, counters, pool, sums, bests, tops, groups)
+    _weights_kernel[every](*start, *cut, *bounds, **tiles, POOL=POOL, **settings("pass"))
     sizes = {"WIDTH": MAX_BLOCKS, "BLOCK": BLOCK, "SHORT": SHORT, "POOL": POOL}
     left = (peaks, counters, pool, sums, *out, pending, count)
     _draw_kernel[lines](*start, *cut, *drawn, *left, **sizes, **settings("sort"))

@@ -96,8 +96,8 @@ class TritonBackend:
         device = choose_device(config.device)
         with torch.inference_mode(), refusing_what_is_too_large(model.name, device):
             self._runner, info = self._build(config, model, device, _choose_dtype(config, device))
-        # A full pass of the garbage collector halts all streams while it looks at everything that is loaded, now and then
-        # for a tenth of a second. Recording began with one; from here on it leaves out what is there.
+        # A full pass of the garbage collector looks at all that is loaded, and halts all streams for a tenth of a
+        # second now and then. Recording began with one; from here on they leave out what is there.
         gc.freeze()
         return info
 
