@@ -3,15 +3,18 @@
 A step of the pretended device takes a fixed time, and some for each row and each prompt token; the defaults are a small
 model's on a fast GPU. Launching gives up the interpreter as often as CUDA calls do. The faster the device, the more the
 event loop bounds: then the device idles between steps, and that share is what counts. Pieces: how many the readers
-got; fewer than tokens where the host fell behind and they came together.
+got; fewer than tokens where the host fell behind and they came together. Objects are what a program has loaded beside:
+full garbage collections look at all of them, unless they are frozen.
 
-    python benchmarks/bench_host.py [--speeds 1,2,3] [--requests 1000] [--rows 256] [--repeats 3]
+    python benchmarks/bench_host.py [--speeds 1,2,3] [--requests 1000] [--rows 256] [--repeats 3] [--objects 0]
+        [--frozen]
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import os
 import random
@@ -156,7 +159,7 @@ async def run(speed: float, options: argparse.Namespace) -> dict:
             for width in WIDTHS:
                 found[width].append(await measure(device, engine, work, width))
     row = {"bench": "host", "speed": speed, "requests": options.requests, "rows": options.rows}
-    row["tokens"] = sum(answer for _, answer in work)
+    row |= {"tokens": sum(answer for _, answer in work), "objects": options.objects, "frozen": options.frozen}
     for width, name in WIDTHS.items():
         row[f"{name}_s"], row[f"{name}_idle"], row[f"{name}_pieces"] = (
             round(statistics.median(column), 3) for column in zip(*found[width], strict=True)
@@ -173,8 +176,13 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--objects", type=int, default=0)
+    parser.add_argument("--frozen", action="store_true")
     options = parser.parse_args()
-    rows = []
+    rows, loaded = [], [{number: []} for number in range(options.objects // 2)]
+    if options.frozen:
+        gc.collect()
+        gc.freeze()
     for speed in map(float, options.speeds.split(",")):
         rows.append(row := asyncio.run(run(speed, options)))
         print(
@@ -182,6 +190,7 @@ def main() -> None:
             f"with 5 logprobs {row['logprobs5_s']} s, {row['logprobs5_idle']:.0%}, {row['logprobs5_pieces']}"
         )
         print("ROW " + json.dumps(row), flush=True)
+    del loaded
     keep(rows, "host")
 
 
