@@ -21,7 +21,7 @@ COUNTS = (
 MOST_LOGITS = 512
 CACHE = 300_000_000  # bytes of weights that pass between two uses of the same ones: more than an L2 cache holds
 AT_LEAST = 16  # products in a row, or what starting them takes would count as much as a small difference
-LONG = 512  # rows of x from which on one round is enough
+LONG = 512  # rows of x above which one round through the weights is enough
 MARGIN = 0.98  # of the library's time: what our own way must stay below
 
 PLAIN = (
