@@ -17,11 +17,12 @@ from slotline.kernels.results import LogSums
 
 
 @jit
-def block_sum(x: tl.tensor) -> tl.tensor:
-    """Return the largest of a block, and the sum of exp(x - largest); 0 if all are -inf."""
+def note_sum(x: tl.tensor, place: tl.tensor, peaks: tl.tensor, sums: tl.tensor) -> None:
+    """Write the largest of a block, and the sum of exp(x - largest); 0 if all are -inf."""
     peak = tl.max(x, 0)
     base = tl.where(peak == float("-inf"), 0.0, peak)
-    return peak, tl.sum(tl.exp(x - base), 0)
+    tl.store(peaks + place, peak)
+    tl.store(sums + place, tl.sum(tl.exp(x - base), 0))
 
 
 @jit
@@ -50,9 +51,7 @@ def _blocks_kernel(
     x = tl.load(logits + row.to(tl.int64) * stride + ids, mask=ids < vocab, other=float("-inf"))
     place = row * tl.num_programs(1) + block
     wrong = invalid(x)
-    peak, total = block_sum(tl.where(wrong, float("-inf"), x))
-    tl.store(peaks + place, peak)
-    tl.store(sums + place, total)
+    note_sum(tl.where(wrong, float("-inf"), x), place, peaks, sums)
     tl.store(flags + place, tl.max(wrong.to(tl.int32), 0))
 
 

@@ -60,7 +60,8 @@ class TopLogprobs(NamedTuple):
 
     Attributes:
         own: [M] float32 of the given token, at most 0; -inf where it is ruled out or the status is not OK.
-        ranks: [M] int32, 1 + the number of tokens ahead of it; equal ones are ahead if their id is lower.
+        ranks: [M] int32, 1 + the number of tokens ahead of it, where the status is OK; equal ones are ahead if their id
+            is lower.
         ids: [M, N] int32, falling by value, ties by id; -1 behind the entry's count.
         values: [M, N] float32, at most 0; -inf behind the count.
         counts: [M] int32, how many of the best are told: the entry's width, or fewer where fewer are not ruled out.

@@ -22,7 +22,7 @@ from slotline.kernels.dependent import launching, release, wait
 from slotline.kernels.launch import jit, padded, varying
 
 FEW = 16  # tokens
-TAKEN = 512  # elements of half a head that a program takes where tokens are more
+HALVES = 512  # elements of the halves of heads that a program takes where tokens are more
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ def rotate_and_store(
     out = torch.empty((tokens, heads, dim), dtype=qkv.dtype, device=qkv.device)
     weights = (norms.q, norms.k, norms.eps) if norms is not None else (qkv, qkv, 0.0)
     block = padded(dim // 2)
-    taken = 1 if tokens <= FEW and not alike else max(TAKEN // block, 1)
+    taken = 1 if tokens <= FEW and not alike else max(HALVES // block, 1)
     _rotate_kernel[(triton.cdiv(tokens, taken), heads + 2 * kv_heads)](
         qkv, angles, positions, places, out, k_pages, v_pages, weights[0], weights[1], qkv.stride(0), tokens,
         weights[2], HEADS=heads, KV_HEADS=kv_heads, HALF=dim // 2, BLOCK=block, PAGE=page, NORM=norms is not None,

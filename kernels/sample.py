@@ -33,11 +33,13 @@ from slotline.kernels.launch import (
     check_columns,
     check_logits,
     floats,
+    group_lanes,
     ints,
     jit,
     longs,
     settings,
 )
+from slotline.kernels.logsumexp import note_sum
 from slotline.kernels.ordering import (
     LOWEST_KEY,
     WEIGHT_BITS,
@@ -57,12 +59,15 @@ from slotline.kernels.selection import (
     best_of_pool,
     compared,
     floor_key,
+    groups_from,
+    ids_of_groups,
     least_of_groups,
+    note_groups,
     nth_equal,
     nth_key,
     pool_put,
 )
-from slotline.kernels.survey import Survey, group_lanes, groups_from, ids_of_groups, note_groups, survey_block
+from slotline.kernels.survey import Survey
 
 _WANTED = tl.constexpr(1024)  # groups whose largest pass where top_p alone cuts the row off
 
@@ -87,7 +92,6 @@ def _peaks_kernel(
     asks: tl.tensor,
     block_peaks: tl.tensor,
     block_sums: tl.tensor,
-    block_flags: tl.tensor,
     raw_tops: tl.tensor,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
@@ -100,12 +104,14 @@ def _peaks_kernel(
     s = score(x, temperature)
     place = row * tl.num_programs(1) + block
     tl.store(bests + place, tl.max(packed(ordered_key(s), ids), 0).to(tl.int64, bitcast=True))
-    tl.store(flags + place, tl.max(invalid(x).to(tl.int32), 0))
+    wrong = invalid(x)
+    tl.store(flags + place, tl.max(wrong.to(tl.int32), 0))
     if (temperature > 0) & _reads_pool(tl.load(top_ks + row), tl.load(top_ps + row), vocab):
         note_groups(s, row, block, tops, tops_stride, BLOCK, GROUP)
     if SURVEY:  # noqa: SIM102 - decided when it is compiled
         if tl.load(asks + row) >= 0:
-            x = survey_block(x, row, block, block_peaks, block_sums, block_flags)
+            x = tl.where(wrong, float("-inf"), x)
+            note_sum(x, place, block_peaks, block_sums)
             note_groups(x, row, block, raw_tops, tops_stride, BLOCK, GROUP)
 
 
@@ -490,32 +496,25 @@ def sample(
     check_columns(rows, logits.device, positions=(positions, torch.int64))
     if survey is not None:
         check_columns(rows, logits.device, asks=(survey.asks, torch.int32))
-    return _launch(logits, temperature, log_min_p, top_k, top_p, seeds, positions, survey)
+    return _launch(logits, (temperature, log_min_p, top_k, top_p, seeds, positions), survey)
 
 
-def _launch(
-    x: Tensor,
-    temperature: Tensor,
-    log_min_p: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    survey: Survey | None,
-) -> Sampled:
+def _launch(x: Tensor, columns: tuple[Tensor, ...], survey: Survey | None) -> Sampled:
+    temperature, log_min_p, top_k, top_p, seeds, positions = columns
     rows, vocab, count, device = *x.shape, blocks(x.shape[1]), x.device
     groups = group_lanes(x.shape[1])
     bests, sums, pool = longs(device, rows, count), longs(device, rows, count), longs(device, rows, POOL)
     tops, peaks, least = floats(device, rows, groups), floats(device, rows), longs(device, rows)
-    flags, counters, pending = ints(device, rows, count), ints(device, rows), ints(device, rows)
+    flags = ints(device, rows, count) if survey is None else survey.flags
+    counters, pending = ints(device, rows), ints(device, rows)
     out = Sampled(ints(device, rows), ints(device, rows), longs(device, rows), ints(device, rows))
     start, cut, drawn = (x, x.stride(0), vocab), (temperature, top_k, top_p), (seeds, positions)
     every, lines = (rows, count), (rows,)
 
-    lent = survey or (flags, tops, tops, flags, tops)
     tiles = {"BLOCK": BLOCK, "GROUP": GROUP}
+    noted = (flags, tops, tops, tops) if survey is None else (survey.asks, survey.peaks, survey.sums, survey.tops)
     asked = {"SURVEY": survey is not None}
-    _peaks_kernel[every](*start, *cut, bests, flags, tops, groups, *lent, **tiles, **asked, **settings("pass"))
+    _peaks_kernel[every](*start, *cut, bests, flags, tops, groups, *noted, **tiles, **asked, **settings("pass"))
     found = (bests, flags, tops, groups, vocab, temperature, log_min_p, top_k, top_p, *out, peaks, least, counters)
     sizes = {"WIDTH": MAX_BLOCKS, "TOPS": groups, "GROUP": GROUP, "POOL": POOL}
     _bounds_kernel[lines](*found, count, **sizes, **settings("combine"))

@@ -7,16 +7,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import triton.language as tl
 from torch import Tensor
 
-from slotline.kernels.launch import BLOCK, GROUP, blocks, floats, ints, jit, padded
-from slotline.kernels.logsumexp import block_sum
-from slotline.kernels.ordering import invalid, ordered_key
+from slotline.kernels.launch import blocks, floats, group_lanes, ints
 
 
 class Survey(NamedTuple):
-    """Of the blocks of R rows; only rows that ask are written.
+    """Of the blocks of R rows; but for the flags, only rows that ask are written.
 
     Attributes:
         asks: [R] int32, negative in rows that do not ask.
@@ -37,66 +34,3 @@ class Survey(NamedTuple):
         rows, count, device = len(asks), blocks(vocab), asks.device
         parts = floats(device, rows, count), floats(device, rows, count), ints(device, rows, count)
         return cls(asks, *parts, floats(device, rows, group_lanes(vocab)))
-
-
-def group_lanes(vocab: int) -> int:
-    """Return how many groups the blocks of a row have, up to a power of two."""
-    return padded(blocks(vocab) * (BLOCK // GROUP))
-
-
-@jit
-def survey_block(
-    x: tl.tensor,
-    line: tl.tensor,
-    block: tl.tensor,
-    peaks: tl.tensor,
-    sums: tl.tensor,
-    flags: tl.tensor,
-) -> tl.tensor:
-    """Note what a block of logits adds up to; return it with -inf for what is invalid."""
-    wrong = invalid(x)
-    x = tl.where(wrong, float("-inf"), x)
-    peak, total = block_sum(x)
-    place = line * tl.num_programs(1) + block
-    tl.store(peaks + place, peak)
-    tl.store(sums + place, total)
-    tl.store(flags + place, tl.max(wrong.to(tl.int32), 0))
-    return x
-
-
-@jit
-def note_groups(
-    x: tl.tensor,
-    line: tl.tensor,
-    block: tl.tensor,
-    tops: tl.tensor,
-    stride: int,
-    BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
-) -> None:
-    """Note the largest of each group of a block."""
-    largest = tl.max(tl.reshape(x, [BLOCK // GROUP, GROUP]), 1)
-    lane = block * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
-    tl.store(tops + line.to(tl.int64) * stride + lane, largest)
-
-
-@jit
-def groups_from(
-    line: tl.tensor,
-    block: tl.tensor,
-    tops: tl.tensor,
-    stride: int,
-    least: tl.tensor,
-    BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
-) -> tl.tensor:
-    """Return [groups of the block] whether a group has a key of at least ``least``."""
-    lane = block * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
-    return ordered_key(tl.load(tops + line.to(tl.int64) * stride + lane)) >= least
-
-
-@jit
-def ids_of_groups(block: tl.tensor, BLOCK: tl.constexpr, GROUP: tl.constexpr) -> tl.tensor:
-    """Return [groups, GROUP] the ids of a block."""
-    group, lane = tl.arange(0, BLOCK // GROUP), tl.arange(0, GROUP)
-    return block * BLOCK + group[:, None] * GROUP + lane[None, :]

@@ -27,6 +27,7 @@ from slotline.kernels.launch import (
     check_columns,
     check_logits,
     floats,
+    group_lanes,
     ints,
     jit,
     longs,
@@ -34,11 +35,21 @@ from slotline.kernels.launch import (
     settings,
     varying,
 )
-from slotline.kernels.logsumexp import join
-from slotline.kernels.ordering import id_in, key_in, ordered_key, packed, value_of
+from slotline.kernels.logsumexp import join, note_sum
+from slotline.kernels.ordering import id_in, invalid, key_in, ordered_key, packed, value_of
 from slotline.kernels.results import TopLogprobs
-from slotline.kernels.selection import best_of_pool, compared, least_of_groups, nth_equal, nth_key, pool_put
-from slotline.kernels.survey import Survey, group_lanes, groups_from, ids_of_groups, note_groups, survey_block
+from slotline.kernels.selection import (
+    best_of_pool,
+    compared,
+    groups_from,
+    ids_of_groups,
+    least_of_groups,
+    note_groups,
+    nth_equal,
+    nth_key,
+    pool_put,
+)
+from slotline.kernels.survey import Survey
 
 
 @varying("columns")
@@ -66,8 +77,11 @@ def _survey_kernel(
         own = tl.load(logits + row * stride + token)
         ids = block * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(logits + row * stride + ids, mask=ids < vocab, other=float("-inf"))
-        x = survey_block(x, entry, block, peaks, sums, flags)
+        wrong = invalid(x)
+        x = tl.where(wrong, float("-inf"), x)
         place = entry * tl.num_programs(1) + block
+        note_sum(x, place, peaks, sums)
+        tl.store(flags + place, tl.max(wrong.to(tl.int32), 0))
         tl.store(ahead + place, tl.sum(((x > own) | ((x == own) & (ids < token))).to(tl.int32), 0))
         if tl.minimum(tl.load(widths + entry), columns) > 0:
             note_groups(x, entry, block, tops, tops_stride, BLOCK, GROUP)
@@ -162,8 +176,7 @@ def _gather_kernel(
         line = row if LENT else entry.to(tl.int64)
         asked = tl.minimum(tl.load(widths + entry), columns) > 0
         bound = tl.where(asked, tl.load(least + entry), 0xFFFFFFFF).to(tl.uint32)
-        token, edge = 0, bound
-        own = bound
+        edge = bound
         if LENT:
             token = tl.load(given + entry)
             own = ordered_key(tl.load(logits + row * stride + token))
