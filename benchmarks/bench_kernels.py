@@ -94,22 +94,6 @@ class Inputs:
         return torch.full((self.rows,), value, dtype=dtype, device="cuda")
 
 
-def told(i: Inputs, *, surveyed: bool) -> Callable[[Tensor], object]:
-    """Return a draw and a table of its token and the best five, which read the logits once or twice."""
-    from slotline.kernels.sample import sample
-    from slotline.kernels.survey import Survey
-    from slotline.kernels.top_logprobs import top_logprobs
-
-    columns = (i.full(0.7), i.full(-INF), i.full(50, torch.int32), i.full(0.95), i.seeds, i.positions)
-    widths = i.full(5, torch.int32)
-
-    def both(x: Tensor) -> object:
-        survey = Survey.of(i.lines, i.vocab) if surveyed else None
-        return top_logprobs(x, i.lines, sample(x, *columns, survey).tokens, widths, 5, survey)
-
-    return both
-
-
 def ops(inputs: Inputs) -> dict[str, tuple[Callable[[Tensor], object], float]]:
     """Return each op as a function of logits, and how many times the logits' bytes it must move."""
     from slotline.kernels.add_bias import add_bias
@@ -151,8 +135,6 @@ def ops(inputs: Inputs) -> dict[str, tuple[Callable[[Tensor], object], float]]:
         "top_logprobs, N 20": (table(20, i.lines), 1.0),
         "top_logprobs, N 1024": (table(1024, i.lines), 1.0),
         "top_logprobs, N 5, no rows": (table(5, nobody), 0.0),
-        "sample, T 0.7 k 50 p 0.95, then N 5": (told(i, surveyed=False), 2.0),
-        "the same with a survey": (told(i, surveyed=True), 1.0),
         "torch: argmax": (lambda x: x.argmax(-1), 1.0),
         "torch: log_softmax, topk 20": (lambda x: torch.log_softmax(x, -1).topk(20), 1.0),
         "torch: sort": (lambda x: x.sort(-1), 1.0),

@@ -68,11 +68,6 @@ def blocks(vocab: int) -> int:
     return -(-vocab // BLOCK)
 
 
-def group_lanes(vocab: int) -> int:
-    """Return how many groups the blocks of a row have, up to a power of two."""
-    return padded(blocks(vocab) * (BLOCK // GROUP))
-
-
 def padded(count: int) -> int:
     """Return the next power of two, the width of a program that takes ``count`` things at once."""
     return max(16, 1 << (count - 1).bit_length())

@@ -17,12 +17,11 @@ from slotline.kernels.results import LogSums
 
 
 @jit
-def note_sum(x: tl.tensor, place: tl.tensor, peaks: tl.tensor, sums: tl.tensor) -> None:
-    """Write the largest of a block, and the sum of exp(x - largest); 0 if all are -inf."""
+def block_sum(x: tl.tensor) -> tl.tensor:
+    """Return the largest of a block, and the sum of exp(x - largest); 0 if all are -inf."""
     peak = tl.max(x, 0)
     base = tl.where(peak == float("-inf"), 0.0, peak)
-    tl.store(peaks + place, peak)
-    tl.store(sums + place, tl.sum(tl.exp(x - base), 0))
+    return peak, tl.sum(tl.exp(x - base), 0)
 
 
 @jit
@@ -51,7 +50,9 @@ def _blocks_kernel(
     x = tl.load(logits + row.to(tl.int64) * stride + ids, mask=ids < vocab, other=float("-inf"))
     place = row * tl.num_programs(1) + block
     wrong = invalid(x)
-    note_sum(tl.where(wrong, float("-inf"), x), place, peaks, sums)
+    peak, total = block_sum(tl.where(wrong, float("-inf"), x))
+    tl.store(peaks + place, peak)
+    tl.store(sums + place, total)
     tl.store(flags + place, tl.max(wrong.to(tl.int32), 0))
 
 

@@ -33,13 +33,12 @@ from slotline.kernels.launch import (
     check_columns,
     check_logits,
     floats,
-    group_lanes,
     ints,
     jit,
     longs,
+    padded,
     settings,
 )
-from slotline.kernels.logsumexp import note_sum
 from slotline.kernels.ordering import (
     LOWEST_KEY,
     WEIGHT_BITS,
@@ -59,15 +58,11 @@ from slotline.kernels.selection import (
     best_of_pool,
     compared,
     floor_key,
-    groups_from,
-    ids_of_groups,
     least_of_groups,
-    note_groups,
     nth_equal,
     nth_key,
     pool_put,
 )
-from slotline.kernels.survey import Survey
 
 _WANTED = tl.constexpr(1024)  # groups whose largest pass where top_p alone cuts the row off
 
@@ -89,13 +84,8 @@ def _peaks_kernel(
     flags: tl.tensor,
     tops: tl.tensor,
     tops_stride: int,
-    asks: tl.tensor,
-    block_peaks: tl.tensor,
-    block_sums: tl.tensor,
-    raw_tops: tl.tensor,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
-    SURVEY: tl.constexpr,
 ) -> None:
     row, block = tl.program_id(0), tl.program_id(1)
     temperature = tl.load(temperatures + row)
@@ -104,15 +94,11 @@ def _peaks_kernel(
     s = score(x, temperature)
     place = row * tl.num_programs(1) + block
     tl.store(bests + place, tl.max(packed(ordered_key(s), ids), 0).to(tl.int64, bitcast=True))
-    wrong = invalid(x)
-    tl.store(flags + place, tl.max(wrong.to(tl.int32), 0))
+    tl.store(flags + place, tl.max(invalid(x).to(tl.int32), 0))
     if (temperature > 0) & _reads_pool(tl.load(top_ks + row), tl.load(top_ps + row), vocab):
-        note_groups(s, row, block, tops, tops_stride, BLOCK, GROUP)
-    if SURVEY:  # noqa: SIM102 - decided when it is compiled
-        if tl.load(asks + row) >= 0:
-            x = tl.where(wrong, float("-inf"), x)
-            note_sum(x, place, block_peaks, block_sums)
-            note_groups(x, row, block, raw_tops, tops_stride, BLOCK, GROUP)
+        largest = tl.max(tl.reshape(s, [BLOCK // GROUP, GROUP]), 1)
+        lane = block * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
+        tl.store(tops + row.to(tl.int64) * tops_stride + lane, largest)
 
 
 @jit
@@ -182,36 +168,29 @@ def _weights_kernel(
     pool: tl.tensor,
     sums: tl.tensor,
     bests: tl.tensor,
-    tops: tl.tensor,
-    tops_stride: int,
     BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
     POOL: tl.constexpr,
 ) -> None:
     row, block = tl.program_id(0), tl.program_id(1)
     temperature = tl.load(temperatures + row)
     wanted = (temperature > 0) & (tl.load(status + row) == 0)
     top_k, place = tl.load(top_ks + row), row * tl.num_programs(1) + block
-    by_rank = (top_k > 0) & (top_k < vocab)
-    least_key = tl.load(least + row).to(tl.uint32)
-    if wanted & by_rank:
-        # What top_k leaves is all in the pool: only groups with some of it are read again, and no sums of blocks.
+    if wanted & (top_k > 0) & (top_k < vocab):
+        # What top_k leaves is all in the pool: blocks with none of it are not read again, nor are sums of blocks.
         tl.store(sums + place, tl.full([], 0, tl.int64))
-        wanted = key_in(tl.load(bests + place).to(tl.uint64, bitcast=True)) >= least_key
+        best = key_in(tl.load(bests + place).to(tl.uint64, bitcast=True))
+        wanted = best >= tl.load(least + row).to(tl.uint32)
     if wanted:
-        ids = ids_of_groups(block, BLOCK, GROUP)
-        inside = ids < vocab
-        if by_rank:
-            inside &= groups_from(row, block, tops, tops_stride, least_key, BLOCK, GROUP)[:, None]
-        x = tl.load(logits + row.to(tl.int64) * stride + ids, mask=inside, other=float("-inf"))
+        ids = block * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(logits + row.to(tl.int64) * stride + ids, mask=ids < vocab, other=float("-inf"))
         s = score(x, temperature)
         key = ordered_key(s)
         floor = tl.load(cut_keys + row).to(tl.uint32)
         w = tl.where(key >= floor, weight(s, tl.load(peaks + row)), 0)
-        tl.store(sums + place, tl.sum(tl.sum(w, 1), 0).to(tl.int64))
+        tl.store(sums + place, tl.sum(w, 0).to(tl.int64))
         if _reads_pool(top_k, tl.load(top_ps + row), vocab):
-            keys, places = tl.reshape(key, [BLOCK]), tl.reshape(ids, [BLOCK])
-            pool_put(keys, places, keys >= least_key, counters + row, pool + row.to(tl.int64) * POOL, POOL)
+            chosen = key >= tl.load(least + row).to(tl.uint32)
+            pool_put(key, ids, chosen, counters + row, pool + row.to(tl.int64) * POOL, POOL)
 
 
 @jit
@@ -475,7 +454,6 @@ def sample(
     top_p: Tensor,
     seeds: Tensor,
     positions: Tensor,
-    survey: Survey | None = None,
 ) -> Sampled:
     """Return a token for each row.
 
@@ -487,39 +465,33 @@ def sample(
         top_p: [R] float32, 1 is off.
         seeds: [R] int64, the bits of the 64-bit unsigned seeds.
         positions: [R] int64, absolute position of the token that is sampled.
-        survey: is filled in on the way.
     """
     rows, _ = check_logits(logits)
     numbers = {"temperature": temperature, "log_min_p": log_min_p, "top_p": top_p}
     check_columns(rows, logits.device, **{name: (column, torch.float32) for name, column in numbers.items()})
     check_columns(rows, logits.device, top_k=(top_k, torch.int32), seeds=(seeds, torch.int64))
     check_columns(rows, logits.device, positions=(positions, torch.int64))
-    if survey is not None:
-        check_columns(rows, logits.device, asks=(survey.asks, torch.int32))
-    return _launch(logits, (temperature, log_min_p, top_k, top_p, seeds, positions), survey)
+    return _launch(logits, temperature, log_min_p, top_k, top_p, seeds, positions)
 
 
-def _launch(x: Tensor, columns: tuple[Tensor, ...], survey: Survey | None) -> Sampled:
-    temperature, log_min_p, top_k, top_p, seeds, positions = columns
+def _launch(
+    x: Tensor, temperature: Tensor, log_min_p: Tensor, top_k: Tensor, top_p: Tensor, seeds: Tensor, positions: Tensor
+) -> Sampled:
     rows, vocab, count, device = *x.shape, blocks(x.shape[1]), x.device
-    groups = group_lanes(x.shape[1])
+    groups = padded(count * (BLOCK // GROUP))
     bests, sums, pool = longs(device, rows, count), longs(device, rows, count), longs(device, rows, POOL)
     tops, peaks, least = floats(device, rows, groups), floats(device, rows), longs(device, rows)
-    flags = ints(device, rows, count) if survey is None else survey.flags
-    counters, pending = ints(device, rows), ints(device, rows)
+    flags, counters, pending = ints(device, rows, count), ints(device, rows), ints(device, rows)
     out = Sampled(ints(device, rows), ints(device, rows), longs(device, rows), ints(device, rows))
     start, cut, drawn = (x, x.stride(0), vocab), (temperature, top_k, top_p), (seeds, positions)
     every, lines = (rows, count), (rows,)
 
-    tiles = {"BLOCK": BLOCK, "GROUP": GROUP}
-    noted = (flags, tops, tops, tops) if survey is None else (survey.asks, survey.peaks, survey.sums, survey.tops)
-    asked = {"SURVEY": survey is not None}
-    _peaks_kernel[every](*start, *cut, bests, flags, tops, groups, *noted, **tiles, **asked, **settings("pass"))
+    _peaks_kernel[every](*start, *cut, bests, flags, tops, groups, BLOCK=BLOCK, GROUP=GROUP, **settings("pass"))
     found = (bests, flags, tops, groups, vocab, temperature, log_min_p, top_k, top_p, *out, peaks, least, counters)
     sizes = {"WIDTH": MAX_BLOCKS, "TOPS": groups, "GROUP": GROUP, "POOL": POOL}
     _bounds_kernel[lines](*found, count, **sizes, **settings("combine"))
-    bounds = (out.status, out.cut_keys, peaks, least, counters, pool, sums, bests, tops, groups)
-    _weights_kernel[every](*start, *cut, *bounds, **tiles, POOL=POOL, **settings("pass"))
+    bounds = (out.status, out.cut_keys, peaks, least, counters, pool, sums, bests)
+    _weights_kernel[every](*start, *cut, *bounds, BLOCK=BLOCK, POOL=POOL, **settings("pass"))
     sizes = {"WIDTH": MAX_BLOCKS, "BLOCK": BLOCK, "SHORT": SHORT, "POOL": POOL}
     left = (peaks, counters, pool, sums, *out, pending, count)
     _draw_kernel[lines](*start, *cut, *drawn, *left, **sizes, **settings("sort"))

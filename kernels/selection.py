@@ -45,44 +45,6 @@ def least_of_groups(tops: tl.tensor, groups: tl.tensor, n: tl.tensor, WIDTH: tl.
 
 
 @jit
-def note_groups(
-    x: tl.tensor,
-    line: tl.tensor,
-    block: tl.tensor,
-    tops: tl.tensor,
-    stride: int,
-    BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
-) -> None:
-    """Note the largest of each group of a block."""
-    largest = tl.max(tl.reshape(x, [BLOCK // GROUP, GROUP]), 1)
-    lane = block * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
-    tl.store(tops + line.to(tl.int64) * stride + lane, largest)
-
-
-@jit
-def groups_from(
-    line: tl.tensor,
-    block: tl.tensor,
-    tops: tl.tensor,
-    stride: int,
-    least: tl.tensor,
-    BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
-) -> tl.tensor:
-    """Return [groups of the block] whether a group has a key of at least ``least``."""
-    lane = block * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
-    return ordered_key(tl.load(tops + line.to(tl.int64) * stride + lane)) >= least
-
-
-@jit
-def ids_of_groups(block: tl.tensor, BLOCK: tl.constexpr, GROUP: tl.constexpr) -> tl.tensor:
-    """Return [groups, GROUP] the ids of a block."""
-    group, lane = tl.arange(0, BLOCK // GROUP), tl.arange(0, GROUP)
-    return block * BLOCK + group[:, None] * GROUP + lane[None, :]
-
-
-@jit
 def nth_key(
     row: tl.tensor, vocab: int, temperature: tl.tensor, floor: tl.tensor, n: tl.tensor, BLOCK: tl.constexpr
 ) -> tl.tensor:

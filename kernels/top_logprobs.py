@@ -3,10 +3,9 @@
     value(i) = min(0, (x_i - m) - log sum_j exp(x_j - m)),  m = max x
     rank(i)  = 1 + #{x_j > x_i} + #{x_j = x_i, j < i}
 
-Entries of one token (N = 0) take one pass over the row, others read once more the few groups that hold candidates for
-the best (see `selection`), and sort those. Entries whose candidates are too many for that, as where thousands of logits
-are equal, first take the walk that finds the N-th best exactly. Where `sample` has surveyed the rows, the pass is left
-out, and what is ahead of the given token is counted in the groups that hold some of it.
+Entries of one token (N = 0) take one pass over the row, others a second one that gathers the candidates for the best
+(see `selection`), and a sort of those. Entries whose candidates are too many for that, as where thousands of logits are
+equal, first take the walk that finds the N-th best exactly.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from slotline.kernels.launch import (
     check_columns,
     check_logits,
     floats,
-    group_lanes,
     ints,
     jit,
     longs,
@@ -35,21 +33,10 @@ from slotline.kernels.launch import (
     settings,
     varying,
 )
-from slotline.kernels.logsumexp import join, note_sum
+from slotline.kernels.logsumexp import block_sum, join
 from slotline.kernels.ordering import id_in, invalid, key_in, ordered_key, packed, value_of
 from slotline.kernels.results import TopLogprobs
-from slotline.kernels.selection import (
-    best_of_pool,
-    compared,
-    groups_from,
-    ids_of_groups,
-    least_of_groups,
-    note_groups,
-    nth_equal,
-    nth_key,
-    pool_put,
-)
-from slotline.kernels.survey import Survey
+from slotline.kernels.selection import best_of_pool, compared, least_of_groups, nth_equal, nth_key, pool_put
 
 
 @varying("columns")
@@ -79,12 +66,16 @@ def _survey_kernel(
         x = tl.load(logits + row * stride + ids, mask=ids < vocab, other=float("-inf"))
         wrong = invalid(x)
         x = tl.where(wrong, float("-inf"), x)
+        peak, total = block_sum(x)
         place = entry * tl.num_programs(1) + block
-        note_sum(x, place, peaks, sums)
+        tl.store(peaks + place, peak)
+        tl.store(sums + place, total)
         tl.store(flags + place, tl.max(wrong.to(tl.int32), 0))
         tl.store(ahead + place, tl.sum(((x > own) | ((x == own) & (ids < token))).to(tl.int32), 0))
         if tl.minimum(tl.load(widths + entry), columns) > 0:
-            note_groups(x, entry, block, tops, tops_stride, BLOCK, GROUP)
+            largest = tl.max(tl.reshape(x, [BLOCK // GROUP, GROUP]), 1)
+            lane = block * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
+            tl.store(tops + entry.to(tl.int64) * tops_stride + lane, largest)
 
 
 @varying("columns")
@@ -115,24 +106,19 @@ def _own_kernel(
     TOPS: tl.constexpr,
     GROUP: tl.constexpr,
     POOL: tl.constexpr,
-    LENT: tl.constexpr,
 ) -> None:
     entry = tl.program_id(0)
     row = tl.load(rows + entry).to(tl.int64)
     if row >= 0:
         lane = tl.arange(0, WIDTH)
-        line = row if LENT else entry.to(tl.int64)
-        place, inside = line * count + lane, lane < count
+        place, inside = entry * count + lane, lane < count
         part = tl.load(block_peaks + place, mask=inside, other=float("-inf"))
         sums, bad = tl.load(block_sums + place, mask=inside, other=0.0), tl.load(flags + place, mask=inside, other=0)
         peak, log, state = join(part, sums, bad)
         x = tl.load(logits + row * stride + tl.load(given + entry))
         below = tl.where(state == 0, x, 0.0) - tl.where(state == 0, peak, 0.0)
         tl.store(own + entry, tl.where(state == 0, tl.minimum(below - log, 0.0), float("-inf")))
-        if LENT:
-            tl.store(ranks + entry, 1)
-        else:
-            tl.store(ranks + entry, 1 + tl.sum(tl.load(ahead + place, mask=inside, other=0), 0))
+        tl.store(ranks + entry, 1 + tl.sum(tl.load(ahead + place, mask=inside, other=0), 0))
         tl.store(counts + entry, 0)
         tl.store(status + entry, state)
         tl.store(peaks + entry, peak)
@@ -143,7 +129,7 @@ def _own_kernel(
             bound = tl.full([], 0x00800000, tl.uint32)
             groups = (vocab + GROUP - 1) // GROUP
             if (vocab > POOL) & (width <= groups):
-                start = tops + line * tops_stride
+                start = tops + entry.to(tl.int64) * tops_stride
                 bound = tl.maximum(least_of_groups(start, groups, width, TOPS), bound)
             tl.store(least + entry, bound.to(tl.int64))
 
@@ -160,39 +146,21 @@ def _gather_kernel(
     least: tl.tensor,
     counters: tl.tensor,
     pool: tl.tensor,
-    given: tl.tensor,
-    ranks: tl.tensor,
-    tops: tl.tensor,
-    tops_stride: int,
+    block_peaks: tl.tensor,
     BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
     POOL: tl.constexpr,
-    LENT: tl.constexpr,
 ) -> None:
-    """Put candidates into the pools and, with a survey that knew no token, count those ahead of the given ones."""
     entry, block = tl.program_id(0), tl.program_id(1)
     row = tl.load(rows + entry).to(tl.int64)
-    if row >= 0:
-        line = row if LENT else entry.to(tl.int64)
-        asked = tl.minimum(tl.load(widths + entry), columns) > 0
-        bound = tl.where(asked, tl.load(least + entry), 0xFFFFFFFF).to(tl.uint32)
-        edge = bound
-        if LENT:
-            token = tl.load(given + entry)
-            own = ordered_key(tl.load(logits + row * stride + token))
-            edge = tl.minimum(bound, own)
-        if (tl.load(status + entry) == 0) & (asked | LENT):
-            some = groups_from(line, block, tops, tops_stride, edge, BLOCK, GROUP)
-            if tl.max(some.to(tl.int32), 0) > 0:  # most groups have none of them, and are not read again
-                ids = ids_of_groups(block, BLOCK, GROUP)
-                inside = (ids < vocab) & some[:, None]
-                key = ordered_key(tl.load(logits + row * stride + ids, mask=inside, other=float("-inf")))
-                if LENT:
-                    ahead = tl.sum(tl.sum(((key > own) | ((key == own) & (ids < token))).to(tl.int32), 1), 0)
-                    if ahead > 0:
-                        tl.atomic_add(ranks + entry, ahead, sem="relaxed")
-                keys, places = tl.reshape(key, [BLOCK]), tl.reshape(ids, [BLOCK])
-                pool_put(keys, places, keys >= bound, counters + entry, pool + entry.to(tl.int64) * POOL, POOL)
+    asked = (row >= 0) & (tl.minimum(tl.load(widths + entry), columns) > 0)
+    if asked & (tl.load(status + entry) == 0):
+        bound = tl.load(least + entry).to(tl.uint32)
+        best = ordered_key(tl.load(block_peaks + entry * tl.num_programs(1) + block))
+        if best >= bound:  # most blocks hold none of the best, and are not read again
+            ids = block * BLOCK + tl.arange(0, BLOCK)
+            x = tl.load(logits + row * stride + ids, mask=ids < vocab, other=float("-inf"))
+            key = ordered_key(x)
+            pool_put(key, ids, key >= bound, counters + entry, pool + entry.to(tl.int64) * POOL, POOL)
 
 
 @varying("columns")
@@ -285,9 +253,7 @@ def _emit_kernel(
                 _emit(best_of_pool(mine, found, POOL), tl.arange(0, POOL), stay, peak, log, ids + line, values + line)
 
 
-def top_logprobs(
-    logits: Tensor, rows: Tensor, tokens: Tensor, widths: Tensor, columns: int, survey: Survey | None = None
-) -> TopLogprobs:
+def top_logprobs(logits: Tensor, rows: Tensor, tokens: Tensor, widths: Tensor, columns: int) -> TopLogprobs:
     """Return logprobs of M entries.
 
     Args:
@@ -296,7 +262,6 @@ def top_logprobs(
         tokens: [M] int32, the given token, 0 .. V - 1.
         widths: [M] int32, how many of the best to tell; 0 is none.
         columns: N, the width of the table, at most V and 1024; wider entries are clipped to it.
-        survey: of these logits and of all rows that are named, if there is one.
     """
     _, vocab = check_logits(logits)
     count = len(rows)
@@ -308,39 +273,28 @@ def top_logprobs(
     own, values, ids = floats(device, count), floats(device, count, columns), ints(device, count, columns)
     out = TopLogprobs(own, ints(device, count), ids, values, ints(device, count), ints(device, count))
     if count:
-        _launch(logits, rows, tokens, widths, columns, survey, out)
+        _launch(logits, rows, tokens, widths, columns, out)
     return out
 
 
-def _launch(
-    x: Tensor,
-    rows: Tensor,
-    tokens: Tensor,
-    widths: Tensor,
-    columns: int,
-    survey: Survey | None,
-    out: TopLogprobs,
-) -> None:
+def _launch(x: Tensor, rows: Tensor, tokens: Tensor, widths: Tensor, columns: int, out: TopLogprobs) -> None:
     entries, vocab, count, device = len(rows), x.shape[1], blocks(x.shape[1]), x.device
-    groups, lent = group_lanes(vocab), survey is not None
-    seen = survey or Survey.of(rows, vocab)
-    ahead, pool = ints(device, 0 if lent else entries, count), longs(device, entries, POOL)
+    groups = padded(count * (BLOCK // GROUP))
+    block_peaks, sums = floats(device, entries, count), floats(device, entries, count)
+    flags, ahead = ints(device, entries, count), ints(device, entries, count)
+    tops, pool = floats(device, entries, groups), longs(device, entries, POOL)
     peaks, logs = floats(device, entries), floats(device, entries)
     least, counters = longs(device, entries), ints(device, entries)
     start, every, lines = (x, x.stride(0), vocab, rows), (entries, count), (entries,)
-    tiles = {"BLOCK": BLOCK, "GROUP": GROUP}
 
-    parts = (tokens, widths, columns, seen.peaks, seen.sums, seen.flags, ahead, seen.tops, groups)
-    if not lent:
-        _survey_kernel[every](*start, *parts, **tiles, **settings("pass"))
+    parts = (tokens, widths, columns, block_peaks, sums, flags, ahead, tops, groups)
+    _survey_kernel[every](*start, *parts, BLOCK=BLOCK, GROUP=GROUP, **settings("pass"))
     row = (out.own, out.ranks, out.counts, out.status, peaks, logs, least, counters)
-    sizes = {"WIDTH": MAX_BLOCKS, "TOPS": groups, "GROUP": GROUP, "POOL": POOL, "LENT": lent}
+    sizes = {"WIDTH": MAX_BLOCKS, "TOPS": groups, "GROUP": GROUP, "POOL": POOL}
     _own_kernel[lines](*start, *parts, *row, count, **sizes, **settings("combine"))
-    bounds = (widths, columns, out.status, least, counters, pool)
-    if columns or lent:
-        given = (tokens, out.ranks, seen.tops, groups)
-        _gather_kernel[every](*start, *bounds, *given, **tiles, POOL=POOL, LENT=lent, **settings("pass"))
     if columns:
+        bounds = (widths, columns, out.status, least, counters, pool)
+        _gather_kernel[every](*start, *bounds, block_peaks, BLOCK=BLOCK, POOL=POOL, **settings("pass"))
         _walk_kernel[lines](*start, *bounds, BLOCK=STRIDE, POOL=POOL, **settings("walk"))
         found = (rows, widths, out.status, peaks, logs, counters, pool, out.ids, out.values, out.counts, columns)
         _emit_kernel[lines](*found, COLUMNS=padded(columns), SHORT=SHORT, POOL=POOL, **settings("sort"))

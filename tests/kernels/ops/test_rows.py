@@ -13,8 +13,6 @@ from slotline.kernels.reference import argmax as argmax_reference
 from slotline.kernels.reference import logsumexp as logsumexp_reference
 from slotline.kernels.reference import philox as philox_reference
 from slotline.kernels.reference import top_logprobs as top_reference
-from slotline.kernels.sample import sample
-from slotline.kernels.survey import Survey
 from slotline.kernels.top_logprobs import top_logprobs
 from slotline.plugins.torch_backend.philox import uniforms
 
@@ -97,30 +95,6 @@ def test_top_logprobs(top_case, make_logits, device):
         top_case["rows"] = 1  # the interpreter takes seconds to sort a row's thousands
     x = make_logits(**top_case)
     check_table(x, *entries(*x.shape, width, device), width)
-
-
-def test_a_survey_spares_a_pass_and_changes_nothing(row_case, make_logits, make_rows, device):
-    """For rows of all kinds, greedy or drawn, asking or not, finite or not; every bit is as without it."""
-    if device.type == "cpu":
-        row_case["rows"] = min(row_case["rows"], 3)
-    x = make_logits(**row_case)
-    rows, vocab = x.shape
-    width = min(vocab, 5 + rows % 40)
-    _, given, widths = entries(rows, vocab, width, device)
-    asks = torch.arange(rows, dtype=torch.int32, device=device)
-    asks[1::4] = -1
-    x[2::8, 0] = torch.nan
-    kinds = {"temperature": [0.7, 0.0, 1.3], "top_k": [20, 0, 0], "top_p": [0.9, 1.0, 1.0]}
-    columns = make_rows(rows, **{name: [each[i % 3] for i in range(rows)] for name, each in kinds.items()})
-    survey = Survey.of(asks, vocab)
-    drawn = sample(x, *columns, survey)
-    assert all(torch.equal(*both) for both in zip(drawn, sample(x, *columns), strict=True))
-    for tokens in (given[:rows], drawn.tokens):
-        ask = (asks, tokens, widths[:rows], width)
-        ours, expected = top_logprobs(x, *ask, survey), top_logprobs(x, *ask)
-        for name in ("status", "ranks", "ids", "counts", "own", "values"):
-            there = (asks >= 0) & ((expected.status == 0) | (name == "status"))
-            assert torch.equal(getattr(ours, name)[there], getattr(expected, name)[there]), name
 
 
 def test_own_value_does_not_depend_on_the_width(make_logits, device):
