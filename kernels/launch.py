@@ -30,13 +30,18 @@ GROUP = 32  # ids whose maximum stands for them when the best of a row are sough
 POOL = 2048  # candidates of a row that are sorted in one go
 # As many are compared with each other where they are enough; the interpreter takes seconds to sort.
 SHORT = 512 if os.environ.get("TRITON_INTERPRET") == "1" else 128
+PART = 32  # of those that are compared with all of them at a time
+PROGRAMS = 2048  # that a pass is made of, or one a row
+LINES = 64  # groups that a program reads at a time
 STRIDE = 8192  # ids that a program takes at a time when it walks a row
 LIST = 1024  # ids that a program takes at a time from a list
 MAX_VOCAB = 1 << 19  # an id and its 45-bit weight share 64 bits
 MAX_BLOCKS = MAX_VOCAB // BLOCK
 MAX_WIDTH = 1024  # of a table of the best
 
-_WARPS = {"pass": 8, "combine": 16, "sort": 16, "walk": 16, "list": 4, "scalar": 1}
+# Half of a multiprocessor's registers: two rows at a time on each.
+_REGISTERS = {"combine": 64, "compare": 64}
+_WARPS = {"pass": 8, "combine": 16, "compare": 16, "walk": 16, "list": 4, "scalar": 1}
 
 
 def varying(*names: str) -> Decorator:
@@ -60,7 +65,12 @@ def settings(kind: str) -> dict[str, Any]:
 
     Products are not fused with sums: that would round once where the formulas, and the references, round twice.
     """
-    return {"num_warps": _WARPS[kind], "num_stages": 2, "enable_fp_fusion": False}
+    return {"num_warps": _WARPS[kind], "maxnreg": _REGISTERS.get(kind), "num_stages": 2, "enable_fp_fusion": False}
+
+
+def programs(rows: int, count: int) -> int:
+    """Return how many programs take the blocks of a row in turns, where many rows need none."""
+    return max(1, min(count, PROGRAMS // rows))
 
 
 def blocks(vocab: int) -> int:

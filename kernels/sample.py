@@ -11,9 +11,10 @@ T = 0 takes the best. u has 53 bits (see `philox`). All sums are of integers, so
 however the row is split. Holtzman et al., "The curious case of neural text degeneration", 2020 (top_p); Nguyen et al.,
 "Turning up the heat: min-p sampling", 2024; FlashInfer and Qrita (arXiv 2602.01518) showed that it needs no sort.
 
-Five launches: peaks of blocks and groups; the row's peak and a bound on its candidates; weights of blocks, and the
-candidates themselves; the draw, from block weights or from the candidates; and a walk over rows whose candidates were
-too many. The last three return at once for rows that do not need them.
+Five launches: the best of blocks and groups; the row's peak, a bound on its candidates, and the candidates, from the
+groups that reach it; weights of blocks, which rows with top_k do not need; the draw, from block weights or from few
+candidates; and the rest, from many candidates, or by a walk over rows that have too many. All but the first return at
+once for rows that do not need them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from torch import Tensor
 from slotline.kernels.launch import (
     BLOCK,
     GROUP,
+    LINES,
     MAX_BLOCKS,
+    PART,
     POOL,
     SHORT,
     STRIDE,
@@ -37,6 +40,7 @@ from slotline.kernels.launch import (
     jit,
     longs,
     padded,
+    programs,
     settings,
 )
 from slotline.kernels.ordering import (
@@ -56,20 +60,27 @@ from slotline.kernels.philox import random_bits
 from slotline.kernels.results import Sampled
 from slotline.kernels.selection import (
     best_of_pool,
-    compared,
     floor_key,
-    least_of_groups,
+    gather_groups,
+    keys_of_groups,
     nth_equal,
     nth_key,
-    pool_put,
+    pool_part,
+    ranks_in_pool,
+    reached_by,
 )
 
 _WANTED = tl.constexpr(1024)  # groups whose largest pass where top_p alone cuts the row off
 
 
 @jit
+def _by_rank(top_k: tl.tensor, vocab: int) -> tl.tensor:
+    return (top_k > 0) & (top_k < vocab)
+
+
+@jit
 def _reads_pool(top_k: tl.tensor, top_p: tl.tensor, vocab: int) -> tl.tensor:
-    return ((top_k > 0) & (top_k < vocab)) | (top_p < 1.0)
+    return _by_rank(top_k, vocab) | (top_p < 1.0)
 
 
 @jit
@@ -88,68 +99,72 @@ def _peaks_kernel(
     GROUP: tl.constexpr,
 ) -> None:
     row, block = tl.program_id(0), tl.program_id(1)
-    temperature = tl.load(temperatures + row)
     ids = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row.to(tl.int64) * stride + ids, mask=ids < vocab, other=float("-inf"))
-    s = score(x, temperature)
     place = row * tl.num_programs(1) + block
-    tl.store(bests + place, tl.max(packed(ordered_key(s), ids), 0).to(tl.int64, bitcast=True))
+    # Logits, not scores: what is largest stays so when all are divided.
+    tl.store(bests + place, tl.max(packed(ordered_key(x), ids), 0).to(tl.int64, bitcast=True))
     tl.store(flags + place, tl.max(invalid(x).to(tl.int32), 0))
-    if (temperature > 0) & _reads_pool(tl.load(top_ks + row), tl.load(top_ps + row), vocab):
-        largest = tl.max(tl.reshape(s, [BLOCK // GROUP, GROUP]), 1)
+    if (tl.load(temperatures + row) > 0) & _reads_pool(tl.load(top_ks + row), tl.load(top_ps + row), vocab):
+        largest = tl.max(tl.reshape(x, [BLOCK // GROUP, GROUP]), 1)
         lane = block * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
         tl.store(tops + row.to(tl.int64) * tops_stride + lane, largest)
 
 
 @jit
 def _bounds_kernel(
+    logits: tl.tensor,
+    stride: int,
+    vocab: int,
+    temperatures: tl.tensor,
+    top_ks: tl.tensor,
+    top_ps: tl.tensor,
+    log_min_ps: tl.tensor,
     bests: tl.tensor,
     flags: tl.tensor,
     tops: tl.tensor,
     tops_stride: int,
-    vocab: int,
-    temperatures: tl.tensor,
-    log_min_ps: tl.tensor,
-    top_ks: tl.tensor,
-    top_ps: tl.tensor,
     tokens: tl.tensor,
     status: tl.tensor,
     cut_keys: tl.tensor,
     cut_ids: tl.tensor,
     peaks: tl.tensor,
-    least: tl.tensor,
     counters: tl.tensor,
+    listed: tl.tensor,
+    pool: tl.tensor,
     count: int,
     WIDTH: tl.constexpr,
     TOPS: tl.constexpr,
     GROUP: tl.constexpr,
+    LINES: tl.constexpr,
     POOL: tl.constexpr,
 ) -> None:
     row = tl.program_id(0)
+    temperature = tl.load(temperatures + row)
     lane = tl.arange(0, WIDTH)
     entry = tl.load(bests + row * count + lane, mask=lane < count, other=0).to(tl.uint64, bitcast=True)
     best = tl.max(entry, 0)
     bad = tl.max(tl.load(flags + row * count + lane, mask=lane < count, other=0), 0) != 0
-    state = tl.where(bad, 2, tl.where(key_in(best) < LOWEST_KEY, 1, 0))
+    peak = tl.max(score(value_of(key_in(best)) + tl.zeros([1], tl.float32), temperature), 0)
+    state = tl.where(bad, 2, tl.where(ordered_key(peak) < LOWEST_KEY, 1, 0))
     tl.store(tokens + row, tl.where(state == 0, id_in(best), 0))
     tl.store(status + row, state)
     tl.store(cut_keys + row, 0)
     tl.store(cut_ids + row, vocab)
-    tl.store(counters + row, 0)
-    if (state == 0) & (tl.load(temperatures + row) > 0):
-        peak = value_of(key_in(best))
+    if (state == 0) & (temperature > 0):
         floor = floor_key(peak, tl.load(log_min_ps + row))
         tl.store(peaks + row, peak)
         tl.store(cut_keys + row, floor.to(tl.int64))
         top_k = tl.load(top_ks + row)
         if _reads_pool(top_k, tl.load(top_ps + row), vocab):
             groups = (vocab + GROUP - 1) // GROUP
-            some = tl.minimum(_WANTED, groups // 2)
-            wanted = tl.where((top_k > 0) & (top_k < vocab), top_k, some)
+            keys = keys_of_groups(tops + row.to(tl.int64) * tops_stride, groups, temperature, TOPS)
+            wanted = tl.where(_by_rank(top_k, vocab), top_k, tl.minimum(_WANTED, groups // 2))
             if (vocab > POOL) & (wanted <= groups):
-                bound = least_of_groups(tops + row.to(tl.int64) * tops_stride, groups, wanted, TOPS)
-                floor = tl.maximum(floor, bound)
-            tl.store(least + row, floor.to(tl.int64))
+                floor = tl.maximum(floor, reached_by(keys, wanted))
+            line, mine = logits + row.to(tl.int64) * stride, row.to(tl.int64) * POOL
+            found = gather_groups(line, vocab, temperature, keys, floor, listed + mine, pool + mine, GROUP, LINES, POOL)
+            tl.store(counters + row, found)
 
 
 @jit
@@ -159,38 +174,23 @@ def _weights_kernel(
     vocab: int,
     temperatures: tl.tensor,
     top_ks: tl.tensor,
-    top_ps: tl.tensor,
     status: tl.tensor,
     cut_keys: tl.tensor,
     peaks: tl.tensor,
-    least: tl.tensor,
-    counters: tl.tensor,
-    pool: tl.tensor,
     sums: tl.tensor,
-    bests: tl.tensor,
+    count: int,
     BLOCK: tl.constexpr,
-    POOL: tl.constexpr,
 ) -> None:
-    row, block = tl.program_id(0), tl.program_id(1)
-    temperature = tl.load(temperatures + row)
-    wanted = (temperature > 0) & (tl.load(status + row) == 0)
-    top_k, place = tl.load(top_ks + row), row * tl.num_programs(1) + block
-    if wanted & (top_k > 0) & (top_k < vocab):
-        # What top_k leaves is all in the pool: blocks with none of it are not read again, nor are sums of blocks.
-        tl.store(sums + place, tl.full([], 0, tl.int64))
-        best = key_in(tl.load(bests + place).to(tl.uint64, bitcast=True))
-        wanted = best >= tl.load(least + row).to(tl.uint32)
-    if wanted:
-        ids = block * BLOCK + tl.arange(0, BLOCK)
-        x = tl.load(logits + row.to(tl.int64) * stride + ids, mask=ids < vocab, other=float("-inf"))
-        s = score(x, temperature)
-        key = ordered_key(s)
-        floor = tl.load(cut_keys + row).to(tl.uint32)
-        w = tl.where(key >= floor, weight(s, tl.load(peaks + row)), 0)
-        tl.store(sums + place, tl.sum(w, 0).to(tl.int64))
-        if _reads_pool(top_k, tl.load(top_ps + row), vocab):
-            chosen = key >= tl.load(least + row).to(tl.uint32)
-            pool_put(key, ids, chosen, counters + row, pool + row.to(tl.int64) * POOL, POOL)
+    row = tl.program_id(0)
+    temperature, by_rank = tl.load(temperatures + row), _by_rank(tl.load(top_ks + row), vocab)
+    if (temperature > 0) & (tl.load(status + row) == 0) & (not by_rank):
+        floor, peak = tl.load(cut_keys + row).to(tl.uint32), tl.load(peaks + row)
+        for block in range(tl.program_id(1), count, tl.num_programs(1)):
+            ids = block * BLOCK + tl.arange(0, BLOCK)
+            x = tl.load(logits + row.to(tl.int64) * stride + ids, mask=ids < vocab, other=float("-inf"))
+            s = score(x, temperature)
+            w = tl.where(ordered_key(s) >= floor, weight(s, peak), 0)
+            tl.store(sums + row * count + block, tl.sum(w, 0).to(tl.int64))
 
 
 @jit
@@ -198,6 +198,14 @@ def _limit(top_p: tl.tensor, total: tl.tensor) -> tl.tensor:
     """Return the weight at which top_p stops, at least 1 so that the first candidate stays."""
     share = tl.ceil(top_p.to(tl.float64) * total.to(tl.float64)).to(tl.int64).to(tl.uint64)
     return tl.maximum(share, tl.full([], 1, tl.uint64))
+
+
+@jit
+def _blocks_weights(sums: tl.tensor, count: int, top_k: tl.tensor, vocab: int, WIDTH: tl.constexpr) -> tl.tensor:
+    """Return [WIDTH] what a row's blocks weigh; nothing where top_k leaves that to its candidates."""
+    lane = tl.arange(0, WIDTH)
+    there = (lane < count) & (not _by_rank(top_k, vocab))
+    return tl.load(sums + lane, mask=there, other=0).to(tl.uint64)
 
 
 @jit
@@ -233,23 +241,30 @@ def _draw_from_few(
     total: tl.tensor,
     bits: tl.tensor,
     WIDTH: tl.constexpr,
+    PART: tl.constexpr,
 ) -> tl.tensor:
     """Return the token, the last entry that stays, and whether the candidates were enough to tell."""
-    entries, before = compared(pool, found, WIDTH)  # [WIDTH], [WIDTH, WIDTH]
-    rank = tl.sum(before.to(tl.int32), 1)
-    by_rank = (top_k > 0) & (top_k < vocab)
+    entries = pool_part(pool, 0, found, WIDTH)
+    rank = ranks_in_pool(entries, pool, found, PART)
+    by_rank = _by_rank(top_k, vocab)
     last = tl.where(by_rank, tl.minimum(top_k, found), found)
     w = weight(tl.where(rank < last, value_of(key_in(entries)), float("-inf")), peak)
     have = tl.sum(w, 0)
     limit = _limit(top_p, tl.where(by_rank, have, total))
-    reached = tl.sum(tl.where(before, w[None, :], 0), 1)
+    reached = tl.zeros([WIDTH], tl.uint64)  # whatever is before one that counts does count
+    for begin in range(0, found, PART):
+        other = pool_part(pool, begin, found, PART)
+        each = weight(value_of(key_in(other)), peak)
+        reached += tl.sum(tl.where(other[None, :] > entries[:, None], each[None, :], 0), 1)
     nucleus = tl.sum(((reached < limit) & (rank < last)).to(tl.int32), 0)
     stay = tl.where(top_p < 1.0, tl.minimum(last, nucleus), last)
     cut = tl.max(tl.where(rank == stay - 1, entries, 0), 0)
-    w = tl.where(rank < stay, w, 0)
-    target = tl.umulhi(bits << 11, tl.sum(w, 0))
-    ids = id_in(entries)
-    passed = tl.sum(tl.where(ids[None, :] <= ids[:, None], w[None, :], 0), 1)
+    target = tl.umulhi(bits << 11, tl.sum(tl.where(rank < stay, w, 0), 0))
+    ids, passed = id_in(entries), tl.zeros([WIDTH], tl.uint64)
+    for begin in range(0, found, PART):
+        other = pool_part(pool, begin, found, PART)
+        each = tl.where(other >= cut, weight(value_of(key_in(other)), peak), 0)
+        passed += tl.sum(tl.where(id_in(other)[None, :] <= ids[:, None], each[None, :], 0), 1)
     hit = (rank < stay) & (passed > target) & (passed - w <= target)
     return tl.max(tl.where(hit, ids, 0), 0), cut, by_rank | (have >= limit)
 
@@ -269,7 +284,7 @@ def _draw_from_many(
     """Return what `_draw_from_few` returns, by sorting the candidates."""
     lane = tl.arange(0, WIDTH)
     entries = best_of_pool(pool, found, WIDTH)
-    by_rank = (top_k > 0) & (top_k < vocab)
+    by_rank = _by_rank(top_k, vocab)
     last = tl.where(by_rank, tl.minimum(top_k, found), found)
     w = weight(tl.where(lane < last, value_of(key_in(entries)), float("-inf")), peak)
     reached = tl.cumsum(w, 0)
@@ -311,6 +326,7 @@ def _draw_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     SHORT: tl.constexpr,
+    PART: tl.constexpr,
     POOL: tl.constexpr,
 ) -> None:
     row = tl.program_id(0)
@@ -319,17 +335,14 @@ def _draw_kernel(
     if (temperature > 0) & (tl.load(status + row) == 0):
         top_k, top_p, peak = tl.load(top_ks + row), tl.load(top_ps + row), tl.load(peaks + row)
         bits = random_bits(tl.load(seeds + row), tl.load(positions + row))
-        lane = tl.arange(0, WIDTH)
-        part = tl.load(sums + row * count + lane, mask=lane < count, other=0).to(tl.uint64)
+        part = _blocks_weights(sums + row * count, count, top_k, vocab, WIDTH)
         total = tl.sum(part, 0)
         if _reads_pool(top_k, top_p, vocab):
             found = tl.load(counters + row)
             token, cut, enough = tl.full([], 0, tl.int32), tl.full([], 0, tl.uint64), found < 0
-            mine = pool + row.to(tl.int64) * POOL
             if found <= SHORT:
-                token, cut, enough = _draw_from_few(mine, found, top_k, top_p, vocab, peak, total, bits, SHORT)
-            elif found <= POOL:
-                token, cut, enough = _draw_from_many(mine, found, top_k, top_p, vocab, peak, total, bits, POOL)
+                mine = pool + row.to(tl.int64) * POOL
+                token, cut, enough = _draw_from_few(mine, found, top_k, top_p, vocab, peak, total, bits, SHORT, PART)
             if enough:
                 tl.store(tokens + row, token)
                 tl.store(cut_keys + row, key_in(cut).to(tl.int64))
@@ -387,7 +400,58 @@ def _key_at_weight(
 
 
 @jit
-def _walk_kernel(
+def _walk(
+    row: tl.tensor,
+    vocab: int,
+    temperature: tl.tensor,
+    top_k: tl.tensor,
+    top_p: tl.tensor,
+    cut: tl.tensor,
+    peak: tl.tensor,
+    bits: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> tl.tensor:
+    """Cut off and draw by passes over the whole row, whatever it holds; return the token, the cut's key and its id.
+
+    Args:
+        row: pointer to [vocab] logits.
+        cut: the key that min_p leaves.
+    """
+    quota = tl.full([], vocab, tl.int64)
+    if _by_rank(top_k, vocab):
+        cut, stay = nth_key(row, vocab, temperature, cut, top_k, BLOCK)
+        quota = stay.to(tl.int64)
+    above = _weight_from(row, vocab, temperature, peak, cut + 1, BLOCK)
+    if _by_rank(top_k, vocab):
+        total = above + quota.to(tl.uint64) * weight(value_of(cut), peak)
+    else:
+        total = _weight_from(row, vocab, temperature, peak, cut, BLOCK)
+    if top_p < 1.0:
+        limit = _limit(top_p, total)
+        edge = _key_at_weight(row, vocab, temperature, peak, limit, BLOCK)
+        above = _weight_from(row, vocab, temperature, peak, edge + 1, BLOCK)
+        each = weight(value_of(edge), peak)
+        needed = ((limit - above + each - 1) // each).to(tl.int64)
+        quota = tl.where(edge == cut, tl.minimum(quota, needed), needed)
+        cut = edge
+    total = above + quota.to(tl.uint64) * weight(value_of(cut), peak)
+    cut_id = nth_equal(row, vocab, temperature, cut, quota, BLOCK)
+    target = tl.umulhi(bits << 11, total)
+    passed, token = tl.full([], 0, tl.uint64), tl.full([], -1, tl.int32)
+    for start in range(0, vocab, BLOCK):
+        ids = start + tl.arange(0, BLOCK)
+        s = score(tl.load(row + ids, mask=ids < vocab, other=float("-inf")), temperature)
+        key = ordered_key(s)
+        w = tl.where((key > cut) | ((key == cut) & (ids <= cut_id)), weight(s, peak), 0)
+        here = tl.sum(w, 0)
+        if (token < 0) & (passed + here > target):
+            token = start + tl.sum((passed + tl.cumsum(w, 0) <= target).to(tl.int32), 0)
+        passed += here
+    return token, cut, cut_id
+
+
+@jit
+def _settle_kernel(
     logits: tl.tensor,
     stride: int,
     vocab: int,
@@ -397,53 +461,39 @@ def _walk_kernel(
     seeds: tl.tensor,
     positions: tl.tensor,
     peaks: tl.tensor,
+    counters: tl.tensor,
+    pool: tl.tensor,
+    sums: tl.tensor,
     tokens: tl.tensor,
     status: tl.tensor,
     cut_keys: tl.tensor,
     cut_ids: tl.tensor,
     pending: tl.tensor,
+    count: int,
+    WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    POOL: tl.constexpr,
 ) -> None:
-    """Cut off and draw by passes over the whole row, whatever it holds."""
+    """Draw for rows with many candidates: sort them, or where they are too many, walk over the row."""
     line = tl.program_id(0)
     if (tl.load(pending + line) != 0) & (tl.load(status + line) == 0):
-        row = logits + line.to(tl.int64) * stride
         temperature, peak = tl.load(temperatures + line), tl.load(peaks + line)
         top_k, top_p = tl.load(top_ks + line), tl.load(top_ps + line)
-        cut, quota = tl.load(cut_keys + line).to(tl.uint32), tl.full([], vocab, tl.int64)
-        if (top_k > 0) & (top_k < vocab):
-            cut, stay = nth_key(row, vocab, temperature, cut, top_k, BLOCK)
-            quota = stay.to(tl.int64)
-        above = _weight_from(row, vocab, temperature, peak, cut + 1, BLOCK)
-        if (top_k > 0) & (top_k < vocab):
-            total = above + quota.to(tl.uint64) * weight(value_of(cut), peak)
-        else:
-            total = _weight_from(row, vocab, temperature, peak, cut, BLOCK)
-        if top_p < 1.0:
-            limit = _limit(top_p, total)
-            edge = _key_at_weight(row, vocab, temperature, peak, limit, BLOCK)
-            above = _weight_from(row, vocab, temperature, peak, edge + 1, BLOCK)
-            each = weight(value_of(edge), peak)
-            needed = ((limit - above + each - 1) // each).to(tl.int64)
-            quota = tl.where(edge == cut, tl.minimum(quota, needed), needed)
-            cut = edge
-        total = above + quota.to(tl.uint64) * weight(value_of(cut), peak)
-        cut_id = nth_equal(row, vocab, temperature, cut, quota, BLOCK)
         bits = random_bits(tl.load(seeds + line), tl.load(positions + line))
-        target = tl.umulhi(bits << 11, total)
-        passed, token = tl.full([], 0, tl.uint64), tl.full([], -1, tl.int32)
-        for start in range(0, vocab, BLOCK):
-            ids = start + tl.arange(0, BLOCK)
-            s = score(tl.load(row + ids, mask=ids < vocab, other=float("-inf")), temperature)
-            key = ordered_key(s)
-            w = tl.where((key > cut) | ((key == cut) & (ids <= cut_id)), weight(s, peak), 0)
-            here = tl.sum(w, 0)
-            if (token < 0) & (passed + here > target):
-                token = start + tl.sum((passed + tl.cumsum(w, 0) <= target).to(tl.int32), 0)
-            passed += here
+        found, enough = tl.load(counters + line), tl.full([], 0, tl.int1)
+        token, cut = tl.full([], 0, tl.int32), tl.full([], 0, tl.uint64)
+        if found <= POOL:
+            total = tl.sum(_blocks_weights(sums + line * count, count, top_k, vocab, WIDTH), 0)
+            mine = pool + line.to(tl.int64) * POOL
+            token, cut, enough = _draw_from_many(mine, found, top_k, top_p, vocab, peak, total, bits, POOL)
+        key, last = key_in(cut), id_in(cut)
+        if not enough:
+            floor = tl.load(cut_keys + line).to(tl.uint32)
+            row = logits + line.to(tl.int64) * stride
+            token, key, last = _walk(row, vocab, temperature, top_k, top_p, floor, peak, bits, BLOCK)
         tl.store(tokens + line, token)
-        tl.store(cut_keys + line, cut.to(tl.int64))
-        tl.store(cut_ids + line, cut_id)
+        tl.store(cut_keys + line, key.to(tl.int64))
+        tl.store(cut_ids + line, last)
 
 
 def sample(
@@ -480,20 +530,19 @@ def _launch(
     rows, vocab, count, device = *x.shape, blocks(x.shape[1]), x.device
     groups = padded(count * (BLOCK // GROUP))
     bests, sums, pool = longs(device, rows, count), longs(device, rows, count), longs(device, rows, POOL)
-    tops, peaks, least = floats(device, rows, groups), floats(device, rows), longs(device, rows)
+    tops, peaks, listed = floats(device, rows, groups), floats(device, rows), ints(device, rows, POOL)
     flags, counters, pending = ints(device, rows, count), ints(device, rows), ints(device, rows)
     out = Sampled(ints(device, rows), ints(device, rows), longs(device, rows), ints(device, rows))
     start, cut, drawn = (x, x.stride(0), vocab), (temperature, top_k, top_p), (seeds, positions)
     every, lines = (rows, count), (rows,)
 
     _peaks_kernel[every](*start, *cut, bests, flags, tops, groups, BLOCK=BLOCK, GROUP=GROUP, **settings("pass"))
-    found = (bests, flags, tops, groups, vocab, temperature, log_min_p, top_k, top_p, *out, peaks, least, counters)
-    sizes = {"WIDTH": MAX_BLOCKS, "TOPS": groups, "GROUP": GROUP, "POOL": POOL}
-    _bounds_kernel[lines](*found, count, **sizes, **settings("combine"))
-    bounds = (out.status, out.cut_keys, peaks, least, counters, pool, sums, bests)
-    _weights_kernel[every](*start, *cut, *bounds, BLOCK=BLOCK, POOL=POOL, **settings("pass"))
-    sizes = {"WIDTH": MAX_BLOCKS, "BLOCK": BLOCK, "SHORT": SHORT, "POOL": POOL}
-    left = (peaks, counters, pool, sums, *out, pending, count)
-    _draw_kernel[lines](*start, *cut, *drawn, *left, **sizes, **settings("sort"))
-    _walk_kernel[lines](*start, *cut, *drawn, peaks, *out, pending, BLOCK=STRIDE, **settings("walk"))
+    found = (log_min_p, bests, flags, tops, groups, *out, peaks, counters, listed, pool, count)
+    sizes = {"WIDTH": MAX_BLOCKS, "TOPS": groups, "GROUP": GROUP, "LINES": LINES, "POOL": POOL}
+    _bounds_kernel[lines](*start, *cut, *found, **sizes, **settings("combine"))
+    bounds = (temperature, top_k, out.status, out.cut_keys, peaks, sums, count)
+    _weights_kernel[rows, programs(rows, count)](*start, *bounds, BLOCK=BLOCK, **settings("pass"))
+    left, sizes = (*drawn, peaks, counters, pool, sums, *out, pending, count), {"WIDTH": MAX_BLOCKS, "POOL": POOL}
+    _draw_kernel[lines](*start, *cut, *left, **sizes, BLOCK=BLOCK, SHORT=SHORT, PART=PART, **settings("compare"))
+    _settle_kernel[lines](*start, *cut, *left, **sizes, BLOCK=STRIDE, **settings("walk"))
     return out

@@ -25,23 +25,81 @@ def pick_digit(counts: tl.tensor, n: tl.tensor) -> tl.tensor:
 
 
 @jit
-def least_of_groups(tops: tl.tensor, groups: tl.tensor, n: tl.tensor, WIDTH: tl.constexpr) -> tl.tensor:
-    """Return a key that at least n of the groups' largest reach: the n-th largest without its last byte.
+def keys_of_groups(tops: tl.tensor, groups: tl.tensor, temperature: tl.tensor, WIDTH: tl.constexpr) -> tl.tensor:
+    """Return [WIDTH] the keys of what the groups' largest score; those behind the last group are of nothing.
 
     Args:
         tops: pointer to [groups] float32.
-        n: at most ``groups``.
     """
     lane = tl.arange(0, WIDTH)
-    keys = ordered_key(tl.load(tops + lane, mask=lane < groups, other=float("-inf")))
-    least = tl.full([], 0, tl.uint32)
-    for step in tl.static_range(3):
-        digit = (keys >> (24 - 8 * step)) & 255
-        live = (keys >> 8) >> (24 - 8 * step) == least
-        counts = tl.histogram(digit.to(tl.int32), 256, mask=live)
-        byte, n = pick_digit(counts, n)
-        least = (least << 8) | byte.to(tl.uint32)
-    return least << 8
+    x = tl.load(tops + lane, mask=lane < groups, other=float("-inf"))
+    return ordered_key(score(x, temperature))
+
+
+@jit
+def reached_by(keys: tl.tensor, n: tl.tensor) -> tl.tensor:
+    """Return a key that at least n of [WIDTH] keys reach, and hardly more: n / 16 + 4 at most, unless keys are equal.
+
+    Halves the range until that holds, which takes about ten counts; an exact n-th would take thirty.
+
+    Args:
+        n: at most how many of the keys are of something.
+    """
+    high = tl.max(keys, 0)
+    low = tl.min(tl.where(keys >= LOWEST_KEY, keys, high), 0)
+    count = tl.sum((keys >= low).to(tl.int32), 0)
+    low = tl.where(count >= n, low, LOWEST_KEY)  # fewer are finite: all of them are wanted
+    while (count > n + n // 16 + 4) & (low < high):
+        middle = high - (high - low) // 2
+        reach = tl.sum((keys >= middle).to(tl.int32), 0)
+        enough = reach >= n
+        low = tl.where(enough, middle, low)
+        count = tl.where(enough, reach, count)
+        high = tl.where(enough, high, middle - 1)
+    return low
+
+
+@jit
+def gather_groups(
+    row: tl.tensor,
+    vocab: int,
+    temperature: tl.tensor,
+    keys: tl.tensor,
+    least: tl.tensor,
+    listed: tl.tensor,
+    pool: tl.tensor,
+    GROUP: tl.constexpr,
+    LINES: tl.constexpr,
+    POOL: tl.constexpr,
+) -> tl.tensor:
+    """Put a row's tokens whose key is at least ``least`` into its pool; return how many there are, or more than POOL.
+
+    Only groups with such a token are read. They come in the order of their ids.
+
+    Args:
+        row: pointer to [vocab] logits.
+        keys: [groups and more] of the groups' largest, see `keys_of_groups`.
+        listed: pointer to [POOL] int32, scratch.
+        pool: pointer to [POOL] int64, packed entries.
+    """
+    chosen = keys >= least
+    nth = tl.cumsum(chosen.to(tl.int32), 0) - 1
+    groups = tl.sum(chosen.to(tl.int32), 0)
+    tl.store(listed + nth, tl.arange(0, keys.shape[0]), mask=chosen & (nth < POOL))
+    tl.debug_barrier()  # other threads read the list than wrote it
+    found = tl.where(groups > POOL, POOL + 1, 0)
+    for at in range(0, tl.where(groups > POOL, 0, groups), LINES):
+        line = at + tl.arange(0, LINES)
+        group = tl.load(listed + line, mask=line < groups, other=0)
+        ids = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]  # [LINES, GROUP]
+        x = tl.load(row + ids, mask=(line < groups)[:, None] & (ids < vocab), other=float("-inf"))
+        key = ordered_key(score(x, temperature))
+        taken = tl.reshape((key >= least).to(tl.int32), [LINES * GROUP])
+        entries = tl.reshape(packed(key, ids), [LINES * GROUP]).to(tl.int64, bitcast=True)
+        place = found + tl.cumsum(taken, 0) - 1
+        tl.store(pool + place, entries, mask=(taken != 0) & (place < POOL))
+        found += tl.sum(taken, 0)
+    return found
 
 
 @jit
@@ -90,35 +148,26 @@ def nth_equal(
 
 
 @jit
-def pool_put(
-    key: tl.tensor, ids: tl.tensor, chosen: tl.tensor, counter: tl.tensor, pool: tl.tensor, POOL: tl.constexpr
-) -> None:
-    """Append the chosen tokens to a row's pool as far as it reaches; the counter tells how many there were.
-
-    They come in any order: what is read from the pool is sorted, and entries are all different.
-    """
-    place = tl.atomic_add(counter + ids * 0, 1, mask=chosen, sem="relaxed")
-    entries = packed(key, ids).to(tl.int64, bitcast=True)
-    tl.store(pool + place, entries, mask=chosen & (place < POOL))
+def pool_part(pool: tl.tensor, begin: tl.tensor, count: tl.tensor, WIDTH: tl.constexpr) -> tl.tensor:
+    """Return [WIDTH] entries of a row's pool as they are, 0 behind the last."""
+    lane = begin + tl.arange(0, WIDTH)
+    return tl.load(pool + lane, mask=lane < count, other=0).to(tl.uint64, bitcast=True)
 
 
 @jit
-def compared(pool: tl.tensor, count: tl.tensor, WIDTH: tl.constexpr) -> tl.tensor:
-    """Return [WIDTH] entries of a row's pool as they are, 0 behind the last, and [i, j] whether entry j is before i.
-
-    For a few entries, comparing every two is faster than sorting them.
-    """
-    lane = tl.arange(0, WIDTH)
-    entries = tl.load(pool + lane, mask=lane < count, other=0).to(tl.uint64, bitcast=True)
-    return entries, entries[None, :] > entries[:, None]
+def ranks_in_pool(entries: tl.tensor, pool: tl.tensor, count: tl.tensor, PART: tl.constexpr) -> tl.tensor:
+    """Return how many of a row's pool are larger than each entry; where they are few, it is faster than sorting."""
+    rank = tl.zeros(entries.shape, tl.int32)
+    for begin in range(0, count, PART):
+        other = pool_part(pool, begin, count, PART)
+        rank += tl.sum((other[None, :] > entries[:, None]).to(tl.int32), 1)
+    return rank
 
 
 @jit
 def best_of_pool(pool: tl.tensor, count: tl.tensor, WIDTH: tl.constexpr) -> tl.tensor:
     """Return [WIDTH] entries of a row's pool, the best first; 0 behind the last."""
-    lane = tl.arange(0, WIDTH)
-    entries = tl.load(pool + lane, mask=lane < count, other=0).to(tl.uint64, bitcast=True)
-    return tl.sort(entries, descending=True)
+    return tl.sort(pool_part(pool, 0, count, WIDTH), descending=True)
 
 
 @jit

@@ -3,9 +3,9 @@
     value(i) = min(0, (x_i - m) - log sum_j exp(x_j - m)),  m = max x
     rank(i)  = 1 + #{x_j > x_i} + #{x_j = x_i, j < i}
 
-Entries of one token (N = 0) take one pass over the row, others a second one that gathers the candidates for the best
-(see `selection`), and a sort of those. Entries whose candidates are too many for that, as where thousands of logits are
-equal, first take the walk that finds the N-th best exactly.
+One pass over the row is enough: candidates for the best are in the few groups whose largest are (see `selection`), and
+only those are sorted. Entries whose candidates are too many for that, as where thousands of logits are equal, first
+take the walk that finds the N-th best exactly.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from torch import Tensor
 from slotline.kernels.launch import (
     BLOCK,
     GROUP,
+    LINES,
     MAX_BLOCKS,
     MAX_WIDTH,
+    PART,
     POOL,
     SHORT,
     STRIDE,
@@ -34,9 +36,18 @@ from slotline.kernels.launch import (
     varying,
 )
 from slotline.kernels.logsumexp import block_sum, join
-from slotline.kernels.ordering import id_in, invalid, key_in, ordered_key, packed, value_of
+from slotline.kernels.ordering import LOWEST_KEY, id_in, invalid, key_in, ordered_key, packed, value_of
 from slotline.kernels.results import TopLogprobs
-from slotline.kernels.selection import best_of_pool, compared, least_of_groups, nth_equal, nth_key, pool_put
+from slotline.kernels.selection import (
+    best_of_pool,
+    gather_groups,
+    keys_of_groups,
+    nth_equal,
+    nth_key,
+    pool_part,
+    ranks_in_pool,
+    reached_by,
+)
 
 
 @varying("columns")
@@ -78,6 +89,46 @@ def _survey_kernel(
             tl.store(tops + entry.to(tl.int64) * tops_stride + lane, largest)
 
 
+@jit
+def _walk(row: tl.tensor, vocab: int, width: tl.tensor, pool: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
+    """Put exactly the best ``width`` of a row into its pool, or all if they are fewer; return how many."""
+    one, floor = tl.full([], 1.0, tl.float32), tl.full([], LOWEST_KEY, tl.uint32)
+    cut, quota = nth_key(row, vocab, one, floor, width, BLOCK)
+    cut_id = nth_equal(row, vocab, one, cut, quota.to(tl.int64), BLOCK)
+    filled = tl.full([], 0, tl.int32)
+    for at in range(0, vocab, BLOCK):
+        ids = at + tl.arange(0, BLOCK)
+        key = ordered_key(tl.load(row + ids, mask=ids < vocab, other=float("-inf")))
+        chosen = ((key > cut) | ((key == cut) & (ids <= cut_id))).to(tl.int32)
+        place = pool + filled + tl.cumsum(chosen, 0) - 1
+        tl.store(place, packed(key, ids).to(tl.int64, bitcast=True), mask=chosen != 0)
+        filled += tl.sum(chosen, 0)
+    return filled
+
+
+@jit
+def _tell(
+    entries: tl.tensor,
+    places: tl.tensor,
+    stay: tl.tensor,
+    columns: int,
+    peak: tl.tensor,
+    log: tl.tensor,
+    ids: tl.tensor,
+    values: tl.tensor,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Write a line of the table: the best ``stay`` entries to their places, and nothing behind them."""
+    inside = places < stay
+    x = tl.where(inside, value_of(key_in(entries)), peak)
+    tl.store(ids + places, id_in(entries), mask=inside)
+    tl.store(values + places, tl.minimum((x - peak) - log, 0.0), mask=inside)
+    lane = tl.arange(0, COLUMNS)
+    behind = (lane >= stay) & (lane < columns)
+    tl.store(ids + lane, tl.full([COLUMNS], -1, tl.int32), mask=behind)
+    tl.store(values + lane, tl.full([COLUMNS], float("-inf"), tl.float32), mask=behind)
+
+
 @varying("columns")
 def _own_kernel(
     logits: tl.tensor,
@@ -99,12 +150,19 @@ def _own_kernel(
     status: tl.tensor,
     peaks: tl.tensor,
     logs: tl.tensor,
-    least: tl.tensor,
     counters: tl.tensor,
+    listed: tl.tensor,
+    pool: tl.tensor,
+    ids: tl.tensor,
+    values: tl.tensor,
     count: int,
+    COLUMNS: tl.constexpr,
     WIDTH: tl.constexpr,
     TOPS: tl.constexpr,
     GROUP: tl.constexpr,
+    LINES: tl.constexpr,
+    SHORT: tl.constexpr,
+    PART: tl.constexpr,
     POOL: tl.constexpr,
 ) -> None:
     entry = tl.program_id(0)
@@ -119,108 +177,37 @@ def _own_kernel(
         below = tl.where(state == 0, x, 0.0) - tl.where(state == 0, peak, 0.0)
         tl.store(own + entry, tl.where(state == 0, tl.minimum(below - log, 0.0), float("-inf")))
         tl.store(ranks + entry, 1 + tl.sum(tl.load(ahead + place, mask=inside, other=0), 0))
-        tl.store(counts + entry, 0)
         tl.store(status + entry, state)
         tl.store(peaks + entry, peak)
         tl.store(logs + entry, log)
-        tl.store(counters + entry, 0)
-        width = tl.minimum(tl.load(widths + entry), columns)
+        width, found = tl.minimum(tl.load(widths + entry), columns), tl.full([], 0, tl.int32)
+        mine = pool + entry.to(tl.int64) * POOL
         if (state == 0) & (width > 0):
-            bound = tl.full([], 0x00800000, tl.uint32)
+            one, bound = tl.full([], 1.0, tl.float32), tl.full([], LOWEST_KEY, tl.uint32)
             groups = (vocab + GROUP - 1) // GROUP
+            keys = keys_of_groups(tops + entry.to(tl.int64) * tops_stride, groups, one, TOPS)
             if (vocab > POOL) & (width <= groups):
-                start = tops + entry.to(tl.int64) * tops_stride
-                bound = tl.maximum(least_of_groups(start, groups, width, TOPS), bound)
-            tl.store(least + entry, bound.to(tl.int64))
+                bound = reached_by(keys, width)
+            start, scratch = logits + row * stride, listed + entry.to(tl.int64) * POOL
+            found = gather_groups(start, vocab, one, keys, bound, scratch, mine, GROUP, LINES, POOL)
+            tl.debug_barrier()  # other threads read the pool than wrote it
+        tl.store(counters + entry, found)
+        if found <= SHORT:
+            stay, line = tl.minimum(tl.maximum(width, 0), found), entry.to(tl.int64) * columns
+            tl.store(counts + entry, stay)
+            entries = pool_part(mine, 0, found, SHORT)
+            rank = ranks_in_pool(entries, mine, found, PART)
+            _tell(entries, rank, stay, columns, peak, log, ids + line, values + line, COLUMNS)
 
 
 @varying("columns")
-def _gather_kernel(
+def _many_kernel(
     logits: tl.tensor,
     stride: int,
     vocab: int,
     rows: tl.tensor,
     widths: tl.tensor,
     columns: int,
-    status: tl.tensor,
-    least: tl.tensor,
-    counters: tl.tensor,
-    pool: tl.tensor,
-    block_peaks: tl.tensor,
-    BLOCK: tl.constexpr,
-    POOL: tl.constexpr,
-) -> None:
-    entry, block = tl.program_id(0), tl.program_id(1)
-    row = tl.load(rows + entry).to(tl.int64)
-    asked = (row >= 0) & (tl.minimum(tl.load(widths + entry), columns) > 0)
-    if asked & (tl.load(status + entry) == 0):
-        bound = tl.load(least + entry).to(tl.uint32)
-        best = ordered_key(tl.load(block_peaks + entry * tl.num_programs(1) + block))
-        if best >= bound:  # most blocks hold none of the best, and are not read again
-            ids = block * BLOCK + tl.arange(0, BLOCK)
-            x = tl.load(logits + row * stride + ids, mask=ids < vocab, other=float("-inf"))
-            key = ordered_key(x)
-            pool_put(key, ids, key >= bound, counters + entry, pool + entry.to(tl.int64) * POOL, POOL)
-
-
-@varying("columns")
-def _walk_kernel(
-    logits: tl.tensor,
-    stride: int,
-    vocab: int,
-    rows: tl.tensor,
-    widths: tl.tensor,
-    columns: int,
-    status: tl.tensor,
-    least: tl.tensor,
-    counters: tl.tensor,
-    pool: tl.tensor,
-    BLOCK: tl.constexpr,
-    POOL: tl.constexpr,
-) -> None:
-    """Fill the pools of entries that had too many candidates with exactly the best N."""
-    entry = tl.program_id(0)
-    row = tl.load(rows + entry).to(tl.int64)
-    width = tl.minimum(tl.load(widths + entry), columns)
-    asked = (row >= 0) & (width > 0)
-    if asked & (tl.load(status + entry) == 0) & (tl.load(counters + entry) > POOL):
-        one, floor = tl.full([], 0.0, tl.float32), tl.full([], 0x00800000, tl.uint32)
-        start = logits + row * stride
-        cut, quota = nth_key(start, vocab, one, floor, width, BLOCK)
-        cut_id = nth_equal(start, vocab, one, cut, quota.to(tl.int64), BLOCK)
-        filled = tl.full([], 0, tl.int32)
-        for at in range(0, vocab, BLOCK):
-            ids = at + tl.arange(0, BLOCK)
-            key = ordered_key(tl.load(start + ids, mask=ids < vocab, other=float("-inf")))
-            chosen = ((key > cut) | ((key == cut) & (ids <= cut_id))).to(tl.int32)
-            place = pool + entry.to(tl.int64) * POOL + filled + tl.cumsum(chosen, 0) - 1
-            tl.store(place, packed(key, ids).to(tl.int64, bitcast=True), mask=chosen != 0)
-            filled += tl.sum(chosen, 0)
-        tl.store(counters + entry, filled)
-
-
-@jit
-def _emit(
-    entries: tl.tensor,
-    places: tl.tensor,
-    stay: tl.tensor,
-    peak: tl.tensor,
-    log: tl.tensor,
-    ids: tl.tensor,
-    values: tl.tensor,
-) -> None:
-    """Write entries that are among the best to their places."""
-    inside = places < stay
-    x = tl.where(inside, value_of(key_in(entries)), peak)
-    tl.store(ids + places, id_in(entries), mask=inside)
-    tl.store(values + places, tl.minimum((x - peak) - log, 0.0), mask=inside)
-
-
-@varying("columns")
-def _emit_kernel(
-    rows: tl.tensor,
-    widths: tl.tensor,
-    status: tl.tensor,
     peaks: tl.tensor,
     logs: tl.tensor,
     counters: tl.tensor,
@@ -228,29 +215,25 @@ def _emit_kernel(
     ids: tl.tensor,
     values: tl.tensor,
     counts: tl.tensor,
-    columns: int,
     COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
     SHORT: tl.constexpr,
     POOL: tl.constexpr,
 ) -> None:
+    """Tell the best of entries with many candidates; where they are too many, the pool gets exactly the best first."""
     entry = tl.program_id(0)
-    if tl.load(rows + entry) >= 0:
-        width, found = tl.minimum(tl.load(widths + entry), columns), tl.load(counters + entry)
-        stay = tl.where(tl.load(status + entry) == 0, tl.minimum(width, found), 0)
-        stay = tl.maximum(stay, 0)
-        tl.store(counts + entry, stay)
-        line = entry.to(tl.int64) * columns
-        lane = tl.arange(0, COLUMNS)
-        behind = (lane >= stay) & (lane < columns)
-        tl.store(ids + line + lane, tl.full([COLUMNS], -1, tl.int32), mask=behind)
-        tl.store(values + line + lane, tl.full([COLUMNS], float("-inf"), tl.float32), mask=behind)
-        if stay > 0:
-            peak, log, mine = tl.load(peaks + entry), tl.load(logs + entry), pool + entry.to(tl.int64) * POOL
-            if found <= SHORT:
-                entries, before = compared(mine, found, SHORT)
-                _emit(entries, tl.sum(before.to(tl.int32), 1), stay, peak, log, ids + line, values + line)
-            else:
-                _emit(best_of_pool(mine, found, POOL), tl.arange(0, POOL), stay, peak, log, ids + line, values + line)
+    row = tl.load(rows + entry).to(tl.int64)
+    if row >= 0:
+        found = tl.load(counters + entry)
+        if found > SHORT:
+            width, mine = tl.minimum(tl.load(widths + entry), columns), pool + entry.to(tl.int64) * POOL
+            if found > POOL:
+                found = _walk(logits + row * stride, vocab, width, mine, BLOCK)
+                tl.debug_barrier()  # other threads read the pool than wrote it
+            stay, place = tl.minimum(width, found), entry.to(tl.int64) * columns
+            tl.store(counts + entry, stay)
+            entries, peak, log = best_of_pool(mine, found, POOL), tl.load(peaks + entry), tl.load(logs + entry)
+            _tell(entries, tl.arange(0, POOL), stay, columns, peak, log, ids + place, values + place, COLUMNS)
 
 
 def top_logprobs(logits: Tensor, rows: Tensor, tokens: Tensor, widths: Tensor, columns: int) -> TopLogprobs:
@@ -284,17 +267,15 @@ def _launch(x: Tensor, rows: Tensor, tokens: Tensor, widths: Tensor, columns: in
     flags, ahead = ints(device, entries, count), ints(device, entries, count)
     tops, pool = floats(device, entries, groups), longs(device, entries, POOL)
     peaks, logs = floats(device, entries), floats(device, entries)
-    least, counters = longs(device, entries), ints(device, entries)
+    listed, counters = ints(device, entries, POOL), ints(device, entries)
     start, every, lines = (x, x.stride(0), vocab, rows), (entries, count), (entries,)
 
     parts = (tokens, widths, columns, block_peaks, sums, flags, ahead, tops, groups)
     _survey_kernel[every](*start, *parts, BLOCK=BLOCK, GROUP=GROUP, **settings("pass"))
-    row = (out.own, out.ranks, out.counts, out.status, peaks, logs, least, counters)
-    sizes = {"WIDTH": MAX_BLOCKS, "TOPS": groups, "GROUP": GROUP, "POOL": POOL}
-    _own_kernel[lines](*start, *parts, *row, count, **sizes, **settings("combine"))
+    table, sizes = (out.ids, out.values), {"COLUMNS": padded(columns), "SHORT": SHORT, "POOL": POOL}
+    row = (out.own, out.ranks, out.counts, out.status, peaks, logs, counters, listed, pool, *table, count)
+    widest = {"WIDTH": MAX_BLOCKS, "TOPS": groups, "GROUP": GROUP, "LINES": LINES, "PART": PART}
+    _own_kernel[lines](*start, *parts, *row, **sizes, **widest, **settings("combine"))
     if columns:
-        bounds = (widths, columns, out.status, least, counters, pool)
-        _gather_kernel[every](*start, *bounds, block_peaks, BLOCK=BLOCK, POOL=POOL, **settings("pass"))
-        _walk_kernel[lines](*start, *bounds, BLOCK=STRIDE, POOL=POOL, **settings("walk"))
-        found = (rows, widths, out.status, peaks, logs, counters, pool, out.ids, out.values, out.counts, columns)
-        _emit_kernel[lines](*found, COLUMNS=padded(columns), SHORT=SHORT, POOL=POOL, **settings("sort"))
+        left = (widths, columns, peaks, logs, counters, pool, *table, out.counts)
+        _many_kernel[lines](*start, *left, **sizes, BLOCK=STRIDE, **settings("walk"))
