@@ -11,10 +11,10 @@ T = 0 takes the best. u has 53 bits (see `philox`). All sums are of integers, so
 however the row is split. Holtzman et al., "The curious case of neural text degeneration", 2020 (top_p); Nguyen et al.,
 "Turning up the heat: min-p sampling", 2024; FlashInfer and Qrita (arXiv 2602.01518) showed that it needs no sort.
 
-Five launches: what blocks and groups have (see `survey`); the row's peak, a bound on its candidates, and the
-candidates, from the groups that reach it; weights of blocks, which rows with top_k do not need; the draw, from block
-weights or from few candidates; and the rest, from many candidates, or by a walk over rows that have too many. All but
-the first return at once for rows that do not need them.
+Five launches: the best of blocks and groups; the row's peak, a bound on its candidates, and the candidates, from the
+groups that reach it; weights of blocks, which rows with top_k do not need; the draw, from block weights or from few
+candidates; and the rest, from many candidates, or by a walk over rows that have too many. All but the first return at
+once for rows that do not need them.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from slotline.kernels.launch import (
     ints,
     jit,
     longs,
+    padded,
     programs,
     settings,
 )
@@ -47,8 +48,10 @@ from slotline.kernels.ordering import (
     WEIGHT_BITS,
     WEIGHT_MASK,
     id_in,
+    invalid,
     key_in,
     ordered_key,
+    packed,
     score,
     value_of,
     weight,
@@ -57,7 +60,6 @@ from slotline.kernels.philox import random_bits
 from slotline.kernels.results import Sampled
 from slotline.kernels.selection import (
     best_of_pool,
-    by_rank,
     floor_key,
     gather_groups,
     keys_of_groups,
@@ -66,11 +68,47 @@ from slotline.kernels.selection import (
     pool_part,
     ranks_in_pool,
     reached_by,
-    reads_pool,
 )
-from slotline.kernels.survey import Survey, take
 
 _WANTED = tl.constexpr(1024)  # groups whose largest pass where top_p alone cuts the row off
+
+
+@jit
+def _by_rank(top_k: tl.tensor, vocab: int) -> tl.tensor:
+    return (top_k > 0) & (top_k < vocab)
+
+
+@jit
+def _reads_pool(top_k: tl.tensor, top_p: tl.tensor, vocab: int) -> tl.tensor:
+    return _by_rank(top_k, vocab) | (top_p < 1.0)
+
+
+@jit
+def _peaks_kernel(
+    logits: tl.tensor,
+    stride: int,
+    vocab: int,
+    temperatures: tl.tensor,
+    top_ks: tl.tensor,
+    top_ps: tl.tensor,
+    bests: tl.tensor,
+    flags: tl.tensor,
+    tops: tl.tensor,
+    tops_stride: int,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+) -> None:
+    row, block = tl.program_id(0), tl.program_id(1)
+    ids = block * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + row.to(tl.int64) * stride + ids, mask=ids < vocab, other=float("-inf"))
+    place = row * tl.num_programs(1) + block
+    # Logits, not scores: what is largest stays so when all are divided.
+    tl.store(bests + place, tl.max(packed(ordered_key(x), ids), 0).to(tl.int64, bitcast=True))
+    tl.store(flags + place, tl.max(invalid(x).to(tl.int32), 0))
+    if (tl.load(temperatures + row) > 0) & _reads_pool(tl.load(top_ks + row), tl.load(top_ps + row), vocab):
+        largest = tl.max(tl.reshape(x, [BLOCK // GROUP, GROUP]), 1)
+        lane = block * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
+        tl.store(tops + row.to(tl.int64) * tops_stride + lane, largest)
 
 
 @jit
@@ -118,10 +156,10 @@ def _bounds_kernel(
         tl.store(peaks + row, peak)
         tl.store(cut_keys + row, floor.to(tl.int64))
         top_k = tl.load(top_ks + row)
-        if reads_pool(top_k, tl.load(top_ps + row), vocab):
+        if _reads_pool(top_k, tl.load(top_ps + row), vocab):
             groups = (vocab + GROUP - 1) // GROUP
             keys = keys_of_groups(tops + row.to(tl.int64) * tops_stride, groups, temperature, TOPS)
-            wanted = tl.where(by_rank(top_k, vocab), top_k, tl.minimum(_WANTED, groups // 2))
+            wanted = tl.where(_by_rank(top_k, vocab), top_k, tl.minimum(_WANTED, groups // 2))
             if (vocab > POOL) & (wanted <= groups):
                 floor = tl.maximum(floor, reached_by(keys, wanted))
             line, mine = logits + row.to(tl.int64) * stride, row.to(tl.int64) * POOL
@@ -144,8 +182,8 @@ def _weights_kernel(
     BLOCK: tl.constexpr,
 ) -> None:
     row = tl.program_id(0)
-    temperature, ranked = tl.load(temperatures + row), by_rank(tl.load(top_ks + row), vocab)
-    if (temperature > 0) & (tl.load(status + row) == 0) & (not ranked):
+    temperature, by_rank = tl.load(temperatures + row), _by_rank(tl.load(top_ks + row), vocab)
+    if (temperature > 0) & (tl.load(status + row) == 0) & (not by_rank):
         floor, peak = tl.load(cut_keys + row).to(tl.uint32), tl.load(peaks + row)
         for block in range(tl.program_id(1), count, tl.num_programs(1)):
             ids = block * BLOCK + tl.arange(0, BLOCK)
@@ -166,7 +204,7 @@ def _limit(top_p: tl.tensor, total: tl.tensor) -> tl.tensor:
 def _blocks_weights(sums: tl.tensor, count: int, top_k: tl.tensor, vocab: int, WIDTH: tl.constexpr) -> tl.tensor:
     """Return [WIDTH] what a row's blocks weigh; nothing where top_k leaves that to its candidates."""
     lane = tl.arange(0, WIDTH)
-    there = (lane < count) & (not by_rank(top_k, vocab))
+    there = (lane < count) & (not _by_rank(top_k, vocab))
     return tl.load(sums + lane, mask=there, other=0).to(tl.uint64)
 
 
@@ -208,11 +246,11 @@ def _draw_from_few(
     """Return the token, the last entry that stays, and whether the candidates were enough to tell."""
     entries = pool_part(pool, 0, found, WIDTH)
     rank = ranks_in_pool(entries, pool, found, PART)
-    ranked = by_rank(top_k, vocab)
-    last = tl.where(ranked, tl.minimum(top_k, found), found)
+    by_rank = _by_rank(top_k, vocab)
+    last = tl.where(by_rank, tl.minimum(top_k, found), found)
     w = weight(tl.where(rank < last, value_of(key_in(entries)), float("-inf")), peak)
     have = tl.sum(w, 0)
-    limit = _limit(top_p, tl.where(ranked, have, total))
+    limit = _limit(top_p, tl.where(by_rank, have, total))
     reached = tl.zeros([WIDTH], tl.uint64)  # whatever is before one that counts does count
     for begin in range(0, found, PART):
         other = pool_part(pool, begin, found, PART)
@@ -228,7 +266,7 @@ def _draw_from_few(
         each = tl.where(other >= cut, weight(value_of(key_in(other)), peak), 0)
         passed += tl.sum(tl.where(id_in(other)[None, :] <= ids[:, None], each[None, :], 0), 1)
     hit = (rank < stay) & (passed > target) & (passed - w <= target)
-    return tl.max(tl.where(hit, ids, 0), 0), cut, ranked | (have >= limit)
+    return tl.max(tl.where(hit, ids, 0), 0), cut, by_rank | (have >= limit)
 
 
 @jit
@@ -246,12 +284,12 @@ def _draw_from_many(
     """Return what `_draw_from_few` returns, by sorting the candidates."""
     lane = tl.arange(0, WIDTH)
     entries = best_of_pool(pool, found, WIDTH)
-    ranked = by_rank(top_k, vocab)
-    last = tl.where(ranked, tl.minimum(top_k, found), found)
+    by_rank = _by_rank(top_k, vocab)
+    last = tl.where(by_rank, tl.minimum(top_k, found), found)
     w = weight(tl.where(lane < last, value_of(key_in(entries)), float("-inf")), peak)
     reached = tl.cumsum(w, 0)
     have = tl.sum(w, 0)
-    limit = _limit(top_p, tl.where(ranked, have, total))
+    limit = _limit(top_p, tl.where(by_rank, have, total))
     nucleus = tl.sum(((reached - w < limit) & (lane < last)).to(tl.int32), 0)
     stay = tl.where(top_p < 1.0, tl.minimum(last, nucleus), last)
     cut = tl.max(tl.where(lane == stay - 1, entries, 0), 0)
@@ -262,7 +300,7 @@ def _draw_from_many(
     passed = tl.cumsum(tl.where(lane < stay, by_id & WEIGHT_MASK, 0), 0)
     at = tl.sum(((passed <= target) & (lane < stay)).to(tl.int32), 0)
     token = tl.max(tl.where(lane == at, by_id >> WEIGHT_BITS, 0), 0).to(tl.int32)
-    return token, cut, ranked | (have >= limit)
+    return token, cut, by_rank | (have >= limit)
 
 
 @jit
@@ -299,7 +337,7 @@ def _draw_kernel(
         bits = random_bits(tl.load(seeds + row), tl.load(positions + row))
         part = _blocks_weights(sums + row * count, count, top_k, vocab, WIDTH)
         total = tl.sum(part, 0)
-        if reads_pool(top_k, top_p, vocab):
+        if _reads_pool(top_k, top_p, vocab):
             found = tl.load(counters + row)
             token, cut, enough = tl.full([], 0, tl.int32), tl.full([], 0, tl.uint64), found < 0
             if found <= SHORT:
@@ -380,11 +418,11 @@ def _walk(
         cut: the key that min_p leaves.
     """
     quota = tl.full([], vocab, tl.int64)
-    if by_rank(top_k, vocab):
+    if _by_rank(top_k, vocab):
         cut, stay = nth_key(row, vocab, temperature, cut, top_k, BLOCK)
         quota = stay.to(tl.int64)
     above = _weight_from(row, vocab, temperature, peak, cut + 1, BLOCK)
-    if by_rank(top_k, vocab):
+    if _by_rank(top_k, vocab):
         total = above + quota.to(tl.uint64) * weight(value_of(cut), peak)
     else:
         total = _weight_from(row, vocab, temperature, peak, cut, BLOCK)
@@ -466,7 +504,6 @@ def sample(
     top_p: Tensor,
     seeds: Tensor,
     positions: Tensor,
-    survey: Survey | None = None,
 ) -> Sampled:
     """Return a token for each row.
 
@@ -478,31 +515,32 @@ def sample(
         top_p: [R] float32, 1 is off.
         seeds: [R] int64, the bits of the 64-bit unsigned seeds.
         positions: [R] int64, absolute position of the token that is sampled.
-        survey: of R rows, is filled in for `top_logprobs`.
     """
-    rows, vocab = check_logits(logits)
+    rows, _ = check_logits(logits)
     numbers = {"temperature": temperature, "log_min_p": log_min_p, "top_p": top_p}
     check_columns(rows, logits.device, **{name: (column, torch.float32) for name, column in numbers.items()})
     check_columns(rows, logits.device, top_k=(top_k, torch.int32), seeds=(seeds, torch.int64))
     check_columns(rows, logits.device, positions=(positions, torch.int64))
-    survey = survey or Survey.of(rows, vocab, logits.device)
-    return _launch(logits, survey, log_min_p, (temperature, top_k, top_p), (seeds, positions))
+    return _launch(logits, temperature, log_min_p, top_k, top_p, seeds, positions)
 
 
 def _launch(
-    x: Tensor, survey: Survey, log_min_p: Tensor, cut: tuple[Tensor, Tensor, Tensor], drawn: tuple[Tensor, Tensor]
+    x: Tensor, temperature: Tensor, log_min_p: Tensor, top_k: Tensor, top_p: Tensor, seeds: Tensor, positions: Tensor
 ) -> Sampled:
     rows, vocab, count, device = *x.shape, blocks(x.shape[1]), x.device
-    sums, pool, listed = longs(device, rows, count), longs(device, rows, POOL), ints(device, rows, POOL)
-    peaks, counters, pending = floats(device, rows), ints(device, rows), ints(device, rows)
+    groups = padded(count * (BLOCK // GROUP))
+    bests, sums, pool = longs(device, rows, count), longs(device, rows, count), longs(device, rows, POOL)
+    tops, peaks, listed = floats(device, rows, groups), floats(device, rows), ints(device, rows, POOL)
+    flags, counters, pending = ints(device, rows, count), ints(device, rows), ints(device, rows)
     out = Sampled(ints(device, rows), ints(device, rows), longs(device, rows), ints(device, rows))
-    start, lines, groups = (x, x.stride(0), vocab), (rows,), survey.tops.shape[1]
+    start, cut, drawn = (x, x.stride(0), vocab), (temperature, top_k, top_p), (seeds, positions)
+    every, lines = (rows, count), (rows,)
 
-    take(x, survey, cut)
-    found = (log_min_p, survey.bests, survey.flags, survey.tops, groups, *out, peaks, counters, listed, pool, count)
+    _peaks_kernel[every](*start, *cut, bests, flags, tops, groups, BLOCK=BLOCK, GROUP=GROUP, **settings("pass"))
+    found = (log_min_p, bests, flags, tops, groups, *out, peaks, counters, listed, pool, count)
     sizes = {"WIDTH": MAX_BLOCKS, "TOPS": groups, "GROUP": GROUP, "LINES": LINES, "POOL": POOL}
     _bounds_kernel[lines](*start, *cut, *found, **sizes, **settings("combine"))
-    bounds = (*cut[:2], out.status, out.cut_keys, peaks, sums, count)
+    bounds = (temperature, top_k, out.status, out.cut_keys, peaks, sums, count)
     _weights_kernel[rows, programs(rows, count)](*start, *bounds, BLOCK=BLOCK, **settings("pass"))
     left, sizes = (*drawn, peaks, counters, pool, sums, *out, pending, count), {"WIDTH": MAX_BLOCKS, "POOL": POOL}
     _draw_kernel[lines](*start, *cut, *left, **sizes, BLOCK=BLOCK, SHORT=SHORT, PART=PART, **settings("compare"))

@@ -16,18 +16,6 @@ from slotline.kernels.ordering import LOWEST_KEY, ordered_key, packed, score
 
 
 @jit
-def by_rank(top_k: tl.tensor, vocab: int) -> tl.tensor:
-    """Return whether top_k cuts a row off."""
-    return (top_k > 0) & (top_k < vocab)
-
-
-@jit
-def reads_pool(top_k: tl.tensor, top_p: tl.tensor, vocab: int) -> tl.tensor:
-    """Return whether a row is drawn from candidates, the best of it."""
-    return by_rank(top_k, vocab) | (top_p < 1.0)
-
-
-@jit
 def pick_digit(counts: tl.tensor, n: tl.tensor) -> tl.tensor:
     """Return the largest byte d such that bytes from d on were counted n times or more, and n less those above d."""
     digits = tl.arange(0, 256)
@@ -72,31 +60,6 @@ def reached_by(keys: tl.tensor, n: tl.tensor) -> tl.tensor:
 
 
 @jit
-def list_groups(chosen: tl.tensor, listed: tl.tensor, POOL: tl.constexpr) -> tl.tensor:
-    """List the groups that are chosen, as far as the list reaches; return how many they are.
-
-    Args:
-        chosen: [groups and more] bool.
-        listed: pointer to [POOL] int32.
-    """
-    nth = tl.cumsum(chosen.to(tl.int32), 0) - 1
-    tl.debug_barrier()  # the list that was there may still be read
-    tl.store(listed + nth, tl.arange(0, chosen.shape[0]), mask=chosen & (nth < POOL))
-    tl.debug_barrier()  # other threads read the list than wrote it
-    return tl.sum(chosen.to(tl.int32), 0)
-
-
-@jit
-def ids_of_groups(
-    listed: tl.tensor, begin: tl.tensor, count: tl.tensor, GROUP: tl.constexpr, LINES: tl.constexpr
-) -> tl.tensor:
-    """Return [LINES, GROUP] the ids of listed groups from ``begin`` on, those behind the last past any vocabulary."""
-    line = begin + tl.arange(0, LINES)
-    group = tl.load(listed + line, mask=line < count, other=1 << 25)
-    return group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-
-
-@jit
 def gather_groups(
     row: tl.tensor,
     vocab: int,
@@ -116,56 +79,27 @@ def gather_groups(
     Args:
         row: pointer to [vocab] logits.
         keys: [groups and more] of the groups' largest, see `keys_of_groups`.
-        least: at least LOWEST_KEY.
         listed: pointer to [POOL] int32, scratch.
         pool: pointer to [POOL] int64, packed entries.
     """
-    groups = list_groups(keys >= least, listed, POOL)
+    chosen = keys >= least
+    nth = tl.cumsum(chosen.to(tl.int32), 0) - 1
+    groups = tl.sum(chosen.to(tl.int32), 0)
+    tl.store(listed + nth, tl.arange(0, keys.shape[0]), mask=chosen & (nth < POOL))
+    tl.debug_barrier()  # other threads read the list than wrote it
     found = tl.where(groups > POOL, POOL + 1, 0)
-    for begin in range(0, tl.where(groups > POOL, 0, groups), LINES):
-        ids = ids_of_groups(listed, begin, groups, GROUP, LINES)
-        key = ordered_key(score(tl.load(row + ids, mask=ids < vocab, other=float("-inf")), temperature))
+    for at in range(0, tl.where(groups > POOL, 0, groups), LINES):
+        line = at + tl.arange(0, LINES)
+        group = tl.load(listed + line, mask=line < groups, other=0)
+        ids = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]  # [LINES, GROUP]
+        x = tl.load(row + ids, mask=(line < groups)[:, None] & (ids < vocab), other=float("-inf"))
+        key = ordered_key(score(x, temperature))
         taken = tl.reshape((key >= least).to(tl.int32), [LINES * GROUP])
         entries = tl.reshape(packed(key, ids), [LINES * GROUP]).to(tl.int64, bitcast=True)
         place = found + tl.cumsum(taken, 0) - 1
         tl.store(pool + place, entries, mask=(taken != 0) & (place < POOL))
         found += tl.sum(taken, 0)
     return found
-
-
-@jit
-def ahead_of(
-    row: tl.tensor,
-    vocab: int,
-    token: tl.tensor,
-    keys: tl.tensor,
-    listed: tl.tensor,
-    GROUP: tl.constexpr,
-    LINES: tl.constexpr,
-    POOL: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> tl.tensor:
-    """Return how many of a row's tokens are ahead of one: larger, or equal with a lower id.
-
-    Only groups with such a token are read, or all of the row where these are too many to list. The rest is as in
-    `gather_groups`.
-    """
-    own = ordered_key(tl.load(row + token))
-    there = tl.arange(0, keys.shape[0]) * GROUP < vocab
-    groups = list_groups((keys >= own) & there, listed, POOL)
-    count = tl.full([], 0, tl.int32)
-    if groups <= POOL:
-        for begin in range(0, groups, LINES):
-            ids = ids_of_groups(listed, begin, groups, GROUP, LINES)
-            key = ordered_key(tl.load(row + ids, mask=ids < vocab, other=float("-inf")))
-            ahead = (key > own) | ((key == own) & (ids < token))
-            count += tl.sum(tl.sum(ahead.to(tl.int32), 1), 0)
-    else:
-        for start in range(0, vocab, BLOCK):
-            all_ids = start + tl.arange(0, BLOCK)
-            others = ordered_key(tl.load(row + all_ids, mask=all_ids < vocab, other=float("-inf")))
-            count += tl.sum(((others > own) | ((others == own) & (all_ids < token))).to(tl.int32), 0)
-    return count
 
 
 @jit

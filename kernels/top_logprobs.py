@@ -3,10 +3,9 @@
     value(i) = min(0, (x_i - m) - log sum_j exp(x_j - m)),  m = max x
     rank(i)  = 1 + #{x_j > x_i} + #{x_j = x_i, j < i}
 
-One pass over the row is enough (see `survey`), and drawing makes the same. Tokens ahead of the given one, and
-candidates for the best, are in the few groups whose largest are (see `selection`), and only candidates are sorted.
-Entries whose candidates are too many for that, as where thousands of logits are equal, first take the walk that finds
-the N-th best exactly.
+One pass over the row is enough: candidates for the best are in the few groups whose largest are (see `selection`), and
+only those are sorted. Entries whose candidates are too many for that, as where thousands of logits are equal, first
+take the walk that finds the N-th best exactly.
 """
 
 from __future__ import annotations
@@ -36,11 +35,10 @@ from slotline.kernels.launch import (
     settings,
     varying,
 )
-from slotline.kernels.logsumexp import join
-from slotline.kernels.ordering import LOWEST_KEY, id_in, key_in, ordered_key, packed, value_of
+from slotline.kernels.logsumexp import block_sum, join
+from slotline.kernels.ordering import LOWEST_KEY, id_in, invalid, key_in, ordered_key, packed, value_of
 from slotline.kernels.results import TopLogprobs
 from slotline.kernels.selection import (
-    ahead_of,
     best_of_pool,
     gather_groups,
     keys_of_groups,
@@ -50,7 +48,45 @@ from slotline.kernels.selection import (
     ranks_in_pool,
     reached_by,
 )
-from slotline.kernels.survey import Survey, take
+
+
+@varying("columns")
+def _survey_kernel(
+    logits: tl.tensor,
+    stride: int,
+    vocab: int,
+    rows: tl.tensor,
+    given: tl.tensor,
+    widths: tl.tensor,
+    columns: int,
+    peaks: tl.tensor,
+    sums: tl.tensor,
+    flags: tl.tensor,
+    ahead: tl.tensor,
+    tops: tl.tensor,
+    tops_stride: int,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+) -> None:
+    entry, block = tl.program_id(0), tl.program_id(1)
+    row = tl.load(rows + entry).to(tl.int64)
+    if row >= 0:
+        token = tl.load(given + entry)
+        own = tl.load(logits + row * stride + token)
+        ids = block * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(logits + row * stride + ids, mask=ids < vocab, other=float("-inf"))
+        wrong = invalid(x)
+        x = tl.where(wrong, float("-inf"), x)
+        peak, total = block_sum(x)
+        place = entry * tl.num_programs(1) + block
+        tl.store(peaks + place, peak)
+        tl.store(sums + place, total)
+        tl.store(flags + place, tl.max(wrong.to(tl.int32), 0))
+        tl.store(ahead + place, tl.sum(((x > own) | ((x == own) & (ids < token))).to(tl.int32), 0))
+        if tl.minimum(tl.load(widths + entry), columns) > 0:
+            largest = tl.max(tl.reshape(x, [BLOCK // GROUP, GROUP]), 1)
+            lane = block * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
+            tl.store(tops + entry.to(tl.int64) * tops_stride + lane, largest)
 
 
 @jit
@@ -102,9 +138,10 @@ def _own_kernel(
     given: tl.tensor,
     widths: tl.tensor,
     columns: int,
-    bests: tl.tensor,
-    flags: tl.tensor,
+    block_peaks: tl.tensor,
     block_sums: tl.tensor,
+    flags: tl.tensor,
+    ahead: tl.tensor,
     tops: tl.tensor,
     tops_stride: int,
     own: tl.tensor,
@@ -124,8 +161,6 @@ def _own_kernel(
     TOPS: tl.constexpr,
     GROUP: tl.constexpr,
     LINES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LENT: tl.constexpr,
     SHORT: tl.constexpr,
     PART: tl.constexpr,
     POOL: tl.constexpr,
@@ -133,34 +168,29 @@ def _own_kernel(
     entry = tl.program_id(0)
     row = tl.load(rows + entry).to(tl.int64)
     if row >= 0:
-        surveyed = entry
-        if LENT:
-            surveyed = row.to(tl.int32)
         lane = tl.arange(0, WIDTH)
-        place, inside = surveyed * count + lane, lane < count
-        best = tl.load(bests + place, mask=inside, other=0).to(tl.uint64, bitcast=True)
-        part = tl.where(inside, value_of(key_in(best)), float("-inf"))
+        place, inside = entry * count + lane, lane < count
+        part = tl.load(block_peaks + place, mask=inside, other=float("-inf"))
         sums, bad = tl.load(block_sums + place, mask=inside, other=0.0), tl.load(flags + place, mask=inside, other=0)
         peak, log, state = join(part, sums, bad)
-        start, token = logits + row * stride, tl.load(given + entry)
-        x = tl.load(start + token)
+        x = tl.load(logits + row * stride + tl.load(given + entry))
         below = tl.where(state == 0, x, 0.0) - tl.where(state == 0, peak, 0.0)
         tl.store(own + entry, tl.where(state == 0, tl.minimum(below - log, 0.0), float("-inf")))
+        tl.store(ranks + entry, 1 + tl.sum(tl.load(ahead + place, mask=inside, other=0), 0))
         tl.store(status + entry, state)
         tl.store(peaks + entry, peak)
         tl.store(logs + entry, log)
         width, found = tl.minimum(tl.load(widths + entry), columns), tl.full([], 0, tl.int32)
-        mine, scratch = pool + entry.to(tl.int64) * POOL, listed + entry.to(tl.int64) * POOL
-        if state == 0:
-            one, groups = tl.full([], 1.0, tl.float32), (vocab + GROUP - 1) // GROUP
-            keys = keys_of_groups(tops + surveyed.to(tl.int64) * tops_stride, groups, one, TOPS)
-            tl.store(ranks + entry, 1 + ahead_of(start, vocab, token, keys, scratch, GROUP, LINES, POOL, BLOCK))
-            if width > 0:
-                bound = tl.full([], LOWEST_KEY, tl.uint32)
-                if (vocab > POOL) & (width <= groups):
-                    bound = reached_by(keys, width)
-                found = gather_groups(start, vocab, one, keys, bound, scratch, mine, GROUP, LINES, POOL)
-                tl.debug_barrier()  # other threads read the pool than wrote it
+        mine = pool + entry.to(tl.int64) * POOL
+        if (state == 0) & (width > 0):
+            one, bound = tl.full([], 1.0, tl.float32), tl.full([], LOWEST_KEY, tl.uint32)
+            groups = (vocab + GROUP - 1) // GROUP
+            keys = keys_of_groups(tops + entry.to(tl.int64) * tops_stride, groups, one, TOPS)
+            if (vocab > POOL) & (width <= groups):
+                bound = reached_by(keys, width)
+            start, scratch = logits + row * stride, listed + entry.to(tl.int64) * POOL
+            found = gather_groups(start, vocab, one, keys, bound, scratch, mine, GROUP, LINES, POOL)
+            tl.debug_barrier()  # other threads read the pool than wrote it
         tl.store(counters + entry, found)
         if found <= SHORT:
             stay, line = tl.minimum(tl.maximum(width, 0), found), entry.to(tl.int64) * columns
@@ -206,9 +236,7 @@ def _many_kernel(
             _tell(entries, tl.arange(0, POOL), stay, columns, peak, log, ids + place, values + place, COLUMNS)
 
 
-def top_logprobs(
-    logits: Tensor, rows: Tensor, tokens: Tensor, widths: Tensor, columns: int, survey: Survey | None = None
-) -> TopLogprobs:
+def top_logprobs(logits: Tensor, rows: Tensor, tokens: Tensor, widths: Tensor, columns: int) -> TopLogprobs:
     """Return logprobs of M entries.
 
     Args:
@@ -217,7 +245,6 @@ def top_logprobs(
         tokens: [M] int32, the given token, 0 .. V - 1.
         widths: [M] int32, how many of the best to tell; 0 is none.
         columns: N, the width of the table, at most V and 1024; wider entries are clipped to it.
-        survey: of all rows of these logits, as `sample` left it; spares the pass over those that it asks for.
     """
     _, vocab = check_logits(logits)
     count = len(rows)
@@ -229,27 +256,26 @@ def top_logprobs(
     own, values, ids = floats(device, count), floats(device, count, columns), ints(device, count, columns)
     out = TopLogprobs(own, ints(device, count), ids, values, ints(device, count), ints(device, count))
     if count:
-        lent = survey is not None
-        if survey is None:
-            survey = Survey.of(count, vocab, device, rows)
-            take(logits, survey)
-        _launch(logits, rows, tokens, widths, columns, out, survey, lent)
+        _launch(logits, rows, tokens, widths, columns, out)
     return out
 
 
-def _launch(
-    x: Tensor, rows: Tensor, tokens: Tensor, widths: Tensor, columns: int, out: TopLogprobs, survey: Survey, lent: bool
-) -> None:
+def _launch(x: Tensor, rows: Tensor, tokens: Tensor, widths: Tensor, columns: int, out: TopLogprobs) -> None:
     entries, vocab, count, device = len(rows), x.shape[1], blocks(x.shape[1]), x.device
-    pool, listed, counters = longs(device, entries, POOL), ints(device, entries, POOL), ints(device, entries)
-    peaks, logs, groups = floats(device, entries), floats(device, entries), survey.tops.shape[1]
-    start, lines = (x, x.stride(0), vocab, rows), (entries,)
+    groups = padded(count * (BLOCK // GROUP))
+    block_peaks, sums = floats(device, entries, count), floats(device, entries, count)
+    flags, ahead = ints(device, entries, count), ints(device, entries, count)
+    tops, pool = floats(device, entries, groups), longs(device, entries, POOL)
+    peaks, logs = floats(device, entries), floats(device, entries)
+    listed, counters = ints(device, entries, POOL), ints(device, entries)
+    start, every, lines = (x, x.stride(0), vocab, rows), (entries, count), (entries,)
 
+    parts = (tokens, widths, columns, block_peaks, sums, flags, ahead, tops, groups)
+    _survey_kernel[every](*start, *parts, BLOCK=BLOCK, GROUP=GROUP, **settings("pass"))
     table, sizes = (out.ids, out.values), {"COLUMNS": padded(columns), "SHORT": SHORT, "POOL": POOL}
     row = (out.own, out.ranks, out.counts, out.status, peaks, logs, counters, listed, pool, *table, count)
-    widest = {"WIDTH": MAX_BLOCKS, "TOPS": groups, "GROUP": GROUP, "LINES": LINES, "PART": PART, "LENT": lent}
-    parts = (tokens, widths, columns, *survey[1:], groups)
-    _own_kernel[lines](*start, *parts, *row, **sizes, **widest, BLOCK=BLOCK, **settings("combine"))
+    widest = {"WIDTH": MAX_BLOCKS, "TOPS": groups, "GROUP": GROUP, "LINES": LINES, "PART": PART}
+    _own_kernel[lines](*start, *parts, *row, **sizes, **widest, **settings("combine"))
     if columns:
         left = (widths, columns, peaks, logs, counters, pool, *table, out.counts)
         _many_kernel[lines](*start, *left, **sizes, BLOCK=STRIDE, **settings("walk"))

@@ -19,7 +19,6 @@ from slotline.kernels.penalise import penalise
 from slotline.kernels.results import TopLogprobs
 from slotline.kernels.row_settings import RowSettings, row_settings
 from slotline.kernels.sample import sample
-from slotline.kernels.survey import Survey
 from slotline.kernels.top_logprobs import top_logprobs
 from slotline.plan import BoolArray, FloatArray, IntArray, LongArray, MaskHandle, Status
 from slotline.plugins.torch_backend.adjusting import adjust, apply_masks
@@ -61,14 +60,13 @@ def choose(
     if kind is Kind.ADJUSTED:
         raw = logits.clone()
         adjust_rows(logits, settings, state, slots, following, seen)
-    survey = Survey.of(len(logits), logits.shape[1], logits.device, settings.asks) if kind is Kind.LOGPROBS else None
-    tokens, found, _, _ = sample(logits, *settings[:6], survey)
+    tokens, found, _, _ = sample(logits, *settings[:6])
     words = [tokens, finish_rows(state, slots, following, tokens, found)]
     if kind is Kind.ADJUSTED:
         note_rows(settings, words[0], words[1], seen)
     if kind in TABLED:
         columns = min(COLUMNS, logits.shape[1])
-        words += pack(top_logprobs(raw, settings.asks, tokens, settings.widths, columns, survey))
+        words += pack(top_logprobs(raw, settings.asks, tokens, settings.widths, columns))
     return torch.cat(words)
 
 

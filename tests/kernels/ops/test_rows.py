@@ -13,8 +13,6 @@ from slotline.kernels.reference import argmax as argmax_reference
 from slotline.kernels.reference import logsumexp as logsumexp_reference
 from slotline.kernels.reference import philox as philox_reference
 from slotline.kernels.reference import top_logprobs as top_reference
-from slotline.kernels.sample import sample
-from slotline.kernels.survey import Survey
 from slotline.kernels.top_logprobs import top_logprobs
 from slotline.plugins.torch_backend.philox import uniforms
 
@@ -97,29 +95,6 @@ def test_top_logprobs(top_case, make_logits, device):
         top_case["rows"] = 1  # the interpreter takes seconds to sort a row's thousands
     x = make_logits(**top_case)
     check_table(x, *entries(*x.shape, width, device), width)
-
-
-@pytest.mark.parametrize(
-    ("kind", "width"), [("plain", 5), ("ties", 0), ("masked", 20), ("one", 5), ("flat", 0), ("huge", 5)]
-)
-def test_a_lent_survey_spares_the_pass_and_changes_nothing(kind, width, make_logits, make_rows, device):
-    """For rows that are greedy or drawn, asking or not; every bit is as without it."""
-    rows, vocab = (4, 4500) if device.type == "cpu" else (64, 151_936)
-    x = make_logits(vocab, kind=kind, rows=rows)
-    _, given, widths = entries(rows, vocab, width, device)
-    asks = torch.arange(rows, dtype=torch.int32, device=device)
-    asks[1::4] = -1
-    kinds = {"temperature": [0.0, 0.7, 1.3], "top_k": [0, 20, 0], "top_p": [1.0, 0.9, 1.0]}
-    columns = make_rows(rows, **{name: [each[i % 3] for i in range(rows)] for name, each in kinds.items()})
-    survey = Survey.of(rows, vocab, device, asks)
-    drawn = sample(x, *columns, survey)
-    assert all(torch.equal(*both) for both in zip(drawn, sample(x, *columns), strict=True))
-    for tokens in (given[:rows], drawn.tokens):
-        ask = (asks, tokens, widths[:rows], width)
-        ours, expected = top_logprobs(x, *ask, survey), top_logprobs(x, *ask)
-        for name in ("status", "ranks", "ids", "counts", "own", "values"):
-            there = (asks >= 0) & ((expected.status == 0) | (name == "status"))
-            assert torch.equal(getattr(ours, name)[there], getattr(expected, name)[there]), name
 
 
 def test_own_value_does_not_depend_on_the_width(make_logits, device):
