@@ -145,7 +145,8 @@ def _bounds_kernel(
     entry = tl.load(bests + row * count + lane, mask=lane < count, other=0).to(tl.uint64, bitcast=True)
     best = tl.max(entry, 0)
     bad = tl.max(tl.load(flags + row * count + lane, mask=lane < count, other=0), 0) != 0
-    peak = tl.max(score(value_of(key_in(best)) + tl.zeros([1], tl.float32), temperature), 0)
+    largest = tl.full([1], 0.0, tl.float32) + value_of(key_in(best))  # a block of one: what `score` divides has a shape
+    peak = tl.max(score(largest, temperature), 0)
     state = tl.where(bad, 2, tl.where(ordered_key(peak) < LOWEST_KEY, 1, 0))
     tl.store(tokens + row, tl.where(state == 0, id_in(best), 0))
     tl.store(status + row, state)
