@@ -145,8 +145,8 @@ def _bounds_kernel(
     entry = tl.load(bests + row * count + lane, mask=lane < count, other=0).to(tl.uint64, bitcast=True)
     best = tl.max(entry, 0)
     bad = tl.max(tl.load(flags + row * count + lane, mask=lane < count, other=0), 0) != 0
-    largest = tl.full([1], 0.0, tl.float32) + value_of(key_in(best))  # a block of one: what `score` divides has a shape
-    peak = tl.max(score(largest, temperature), 0)
+    largest = tl.where(bad, 0.0, value_of(key_in(best)))
+    peak = tl.max(score(tl.full([1], 0.0, tl.float32) + largest, temperature), 0)  # what `score` divides has a shape
     state = tl.where(bad, 2, tl.where(ordered_key(peak) < LOWEST_KEY, 1, 0))
     tl.store(tokens + row, tl.where(state == 0, id_in(best), 0))
     tl.store(status + row, state)
@@ -232,6 +232,12 @@ def _draw_from_blocks(
 
 
 @jit
+def _value_or_nothing(entries: tl.tensor) -> tl.tensor:
+    """Return the scores of packed entries, -inf where there is none."""
+    return tl.where(entries != 0, value_of(key_in(entries)), float("-inf"))
+
+
+@jit
 def _draw_from_few(
     pool: tl.tensor,
     found: tl.tensor,
@@ -255,7 +261,7 @@ def _draw_from_few(
     reached = tl.zeros([WIDTH], tl.uint64)  # whatever is before one that counts does count
     for begin in range(0, found, PART):
         other = pool_part(pool, begin, found, PART)
-        each = weight(value_of(key_in(other)), peak)
+        each = weight(_value_or_nothing(other), peak)
         reached += tl.sum(tl.where(other[None, :] > entries[:, None], each[None, :], 0), 1)
     nucleus = tl.sum(((reached < limit) & (rank < last)).to(tl.int32), 0)
     stay = tl.where(top_p < 1.0, tl.minimum(last, nucleus), last)
@@ -264,7 +270,7 @@ def _draw_from_few(
     ids, passed = id_in(entries), tl.zeros([WIDTH], tl.uint64)
     for begin in range(0, found, PART):
         other = pool_part(pool, begin, found, PART)
-        each = tl.where(other >= cut, weight(value_of(key_in(other)), peak), 0)
+        each = tl.where(other >= cut, weight(_value_or_nothing(other), peak), 0)
         passed += tl.sum(tl.where(id_in(other)[None, :] <= ids[:, None], each[None, :], 0), 1)
     hit = (rank < stay) & (passed > target) & (passed - w <= target)
     return tl.max(tl.where(hit, ids, 0), 0), cut, by_rank | (have >= limit)

@@ -197,7 +197,8 @@ def _own_kernel(
             tl.store(counts + entry, stay)
             entries = pool_part(mine, 0, found, SHORT)
             rank = ranks_in_pool(entries, mine, found, PART)
-            _tell(entries, rank, stay, columns, peak, log, ids + line, values + line, COLUMNS)
+            base = tl.where(state == 0, peak, 0.0)
+            _tell(entries, rank, stay, columns, base, log, ids + line, values + line, COLUMNS)
 
 
 @varying("columns")
