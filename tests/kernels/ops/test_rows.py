@@ -91,8 +91,9 @@ def check_table(x, which, given, widths, columns):
 
 def test_top_logprobs(top_case, make_logits, device):
     width = top_case.pop("width")
-    if device.type == "cpu" and width == 1024 and top_case["vocab"] > 32:
-        top_case["rows"] = 1  # the interpreter takes seconds to sort a row's thousands
+    slow = width == 1024 or top_case["kind"] == "flat"  # the interpreter takes seconds to sort, or walk over, a row
+    if device.type == "cpu" and slow and top_case["vocab"] > 32:
+        top_case["rows"] = 1
     x = make_logits(**top_case)
     check_table(x, *entries(*x.shape, width, device), width)
 
