@@ -61,13 +61,11 @@ from slotline.kernels.results import Sampled
 from slotline.kernels.selection import (
     best_of_pool,
     floor_key,
-    gather_groups,
-    keys_of_groups,
+    gather_best,
     nth_equal,
     nth_key,
     pool_part,
     ranks_in_pool,
-    reached_by,
 )
 
 _WANTED = tl.constexpr(1024)  # groups whose largest pass where top_p alone cuts the row off
@@ -158,13 +156,13 @@ def _bounds_kernel(
         tl.store(cut_keys + row, floor.to(tl.int64))
         top_k = tl.load(top_ks + row)
         if _reads_pool(top_k, tl.load(top_ps + row), vocab):
-            groups = (vocab + GROUP - 1) // GROUP
-            keys = keys_of_groups(tops + row.to(tl.int64) * tops_stride, groups, temperature, TOPS)
-            wanted = tl.where(_by_rank(top_k, vocab), top_k, tl.minimum(_WANTED, groups // 2))
-            if (vocab > POOL) & (wanted <= groups):
-                floor = tl.maximum(floor, reached_by(keys, wanted))
-            line, mine = logits + row.to(tl.int64) * stride, row.to(tl.int64) * POOL
-            found = gather_groups(line, vocab, temperature, keys, floor, listed + mine, pool + mine, GROUP, LINES, POOL)
+            some = tl.minimum(_WANTED, (vocab + GROUP - 1) // GROUP // 2)
+            wanted = tl.where(_by_rank(top_k, vocab), top_k, some)
+            line, mine = row.to(tl.int64), row.to(tl.int64) * POOL
+            start, groups = logits + line * stride, tops + line * tops_stride
+            found = gather_best(
+                start, vocab, temperature, groups, wanted, floor, listed + mine, pool + mine, TOPS, GROUP, LINES, POOL
+            )
             tl.store(counters + row, found)
 
 

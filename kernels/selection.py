@@ -103,6 +103,34 @@ def gather_groups(
 
 
 @jit
+def gather_best(
+    row: tl.tensor,
+    vocab: int,
+    temperature: tl.tensor,
+    tops: tl.tensor,
+    n: tl.tensor,
+    floor: tl.tensor,
+    listed: tl.tensor,
+    pool: tl.tensor,
+    TOPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    LINES: tl.constexpr,
+    POOL: tl.constexpr,
+) -> tl.tensor:
+    """Put at least the best n of a row, as far as they reach ``floor``, into its pool; return as `gather_groups` does.
+
+    Args:
+        tops: pointer to the largest logit of each group, see `keys_of_groups`; the rest is as in `gather_groups`.
+        floor: the least key that counts, at least LOWEST_KEY.
+    """
+    groups = (vocab + GROUP - 1) // GROUP
+    keys = keys_of_groups(tops, groups, temperature, TOPS)
+    if (vocab > POOL) & (n <= groups):
+        floor = tl.maximum(floor, reached_by(keys, n))
+    return gather_groups(row, vocab, temperature, keys, floor, listed, pool, GROUP, LINES, POOL)
+
+
+@jit
 def nth_key(
     row: tl.tensor, vocab: int, temperature: tl.tensor, floor: tl.tensor, n: tl.tensor, BLOCK: tl.constexpr
 ) -> tl.tensor:

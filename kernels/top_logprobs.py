@@ -40,13 +40,11 @@ from slotline.kernels.ordering import LOWEST_KEY, id_in, invalid, key_in, ordere
 from slotline.kernels.results import TopLogprobs
 from slotline.kernels.selection import (
     best_of_pool,
-    gather_groups,
-    keys_of_groups,
+    gather_best,
     nth_equal,
     nth_key,
     pool_part,
     ranks_in_pool,
-    reached_by,
 )
 
 
@@ -183,13 +181,10 @@ def _own_kernel(
         width, found = tl.minimum(tl.load(widths + entry), columns), tl.full([], 0, tl.int32)
         mine = pool + entry.to(tl.int64) * POOL
         if (state == 0) & (width > 0):
-            one, bound = tl.full([], 1.0, tl.float32), tl.full([], LOWEST_KEY, tl.uint32)
-            groups = (vocab + GROUP - 1) // GROUP
-            keys = keys_of_groups(tops + entry.to(tl.int64) * tops_stride, groups, one, TOPS)
-            if (vocab > POOL) & (width <= groups):
-                bound = reached_by(keys, width)
+            one, floor = tl.full([], 1.0, tl.float32), tl.full([], LOWEST_KEY, tl.uint32)
             start, scratch = logits + row * stride, listed + entry.to(tl.int64) * POOL
-            found = gather_groups(start, vocab, one, keys, bound, scratch, mine, GROUP, LINES, POOL)
+            groups = tops + entry.to(tl.int64) * tops_stride
+            found = gather_best(start, vocab, one, groups, width, floor, scratch, mine, TOPS, GROUP, LINES, POOL)
             tl.debug_barrier()  # other threads read the pool than wrote it
         tl.store(counters + entry, found)
         if found <= SHORT:
