@@ -18,7 +18,7 @@ from slotline.kernels.token_inputs import token_inputs
 from slotline.plugins.models.decoder import DecoderConfig
 from slotline.plugins.triton_backend.attention import Shape, StepAttention, Whole
 from slotline.plugins.triton_backend.inputs import Columns
-from slotline.plugins.triton_backend.weights import Weights
+from slotline.plugins.triton_backend.weights import Linear, Weights
 
 
 class Decoder:
@@ -126,11 +126,9 @@ class Decoder:
                 found = attention.picked(layer.kind, q.index_select(0, picks), keys, values)
             else:
                 found = attention(layer.kind, q, keys, values, qkv)
-            answered = self._post(layer.out.normed(found.flatten(1)), layer.attn_post_norm, alone)
-            x = rms_norm(answered, layer.mlp_norm, eps, residual, dependent=alone)
+            x = self._summed(layer.out, found.flatten(1), residual, layer.attn_post_norm, layer.mlp_norm)
             gated = layer.gate_up.gated(x, w.activation)
-            moved = self._post(layer.down.normed(gated), layer.mlp_post_norm, alone)
-            x = rms_norm(moved, next_norm, eps, residual, dependent=alone)
+            x = self._summed(layer.down, gated, residual, layer.mlp_post_norm, next_norm)
         return x
 
     def _one_row(self, x: Tensor, positions: Tensor, places: Tensor, attention: StepAttention) -> Tensor:
@@ -154,5 +152,13 @@ class Decoder:
             x = layer.down(gated)
         return rms_norm(x, w.final_norm, eps, residual, dependent=True)
 
-    def _post(self, x: Tensor, weight: Tensor | None, alone: bool) -> Tensor:
-        return x if weight is None else rms_norm(x, weight, self._config.rms_eps, dependent=alone)
+    def _summed(self, linear: Linear, x: Tensor, residual: Tensor, post: Tensor | None, norm: Tensor) -> Tensor:
+        """Add a product, normalised by ``post`` if given, to the residual [T, C]; return that normalised."""
+        eps, alone = self._config.rms_eps, len(x) == 1
+        if post is None and linear.adds(len(x)):
+            linear.add(x, residual)
+            return rms_norm(residual, norm, eps)
+        product = linear.normed(x)
+        if post is not None:
+            product = rms_norm(product, post, eps, dependent=alone)
+        return rms_norm(product, norm, eps, residual, dependent=alone)

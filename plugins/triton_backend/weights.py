@@ -17,11 +17,12 @@ from slotline.kernels.rotate_and_store import HeadNorms
 from slotline.plugins.models.decoder import DecoderConfig
 from slotline.plugins.models.rope import rope_inv_freq
 from slotline.plugins.triton_backend.products import compute
-from slotline.plugins.triton_backend.tuning import Product, Tuning, Use
+from slotline.plugins.triton_backend.tuning import Other, Product, Tuning, Use, Way
 
 if TYPE_CHECKING:
     from slotline.plugins.models.checkpoint import Checkpoint
 
+ADDED = 2048  # rows from which on the norm behind a product takes longer than adding up within the product
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
 
 
@@ -48,6 +49,18 @@ class Linear:
         if self.exact or len(x) == 1:
             return self(x)
         return self._compute(x, Use.NORMED)
+
+    def adds(self, count: int) -> bool:
+        """Tell whether the library shall add the product of ``count`` rows to a residual, which spares the norm that.
+
+        It reads the residual while it computes; a norm that does so waits for memory.
+        """
+        long = count >= ADDED and self.bias is None and not self.exact
+        return long and self._way(Use.NORMED, count) is Other.LIBRARY
+
+    def add(self, x: Tensor, residual: Tensor) -> None:
+        """Add the product [T, out] of [T, in] to a residual, in place."""
+        residual.addmm_(x, self.weight.t())
 
     def gated(self, x: Tensor, activation: str) -> Tensor:
         """Return [T, out / 2] act(gate) * up for weights of gate rows, then up rows."""
@@ -78,9 +91,12 @@ class Linear:
                         rms_norm(found, self.weight.new_ones(rows), 1e-5, residual)
 
     def _compute(self, x: Tensor, use: Use, activation: str = "silu") -> Tensor:
-        rows, columns = self.weight.shape
-        way = self.tuning.way(Product(rows, columns, use), len(x), x.element_size())
+        way = self._way(use, len(x))
         return compute(way, x, self.weight, self.bias, use, activation, zeros=self.zeros)
+
+    def _way(self, use: Use, count: int) -> Way:
+        rows, columns = self.weight.shape
+        return self.tuning.way(Product(rows, columns, use), count, self.weight.element_size())
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,6 +104,26 @@ async def test_the_deterministic_mode_answers_the_same(tiny_llama: Path) -> None
 
 
 @interpreted
+async def test_long_products_are_added_to_the_residual(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from slotline.plugins.triton_backend import weights
+
+    rows, add = [], weights.Linear.add
+
+    def note(self: Any, x: Any, residual: Any) -> None:
+        rows.append(len(x))
+        add(self, x, residual)
+
+    monkeypatch.setattr(weights, "ADDED", 8)
+    monkeypatch.setattr(weights.Linear, "add", note)
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=1)
+    texts = [TEXT[:20], TEXT[:9]]
+    expected, _ = await answers(tiny_llama, "torch", texts, params, device="cpu")
+    ours, _ = await answers(tiny_llama, "triton", texts, params)
+    compare(ours, expected)
+    assert rows and min(rows) >= 8
+
+
+@interpreted
 async def test_masks_are_waited_for_between_forward_and_draw(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A grammar's mask may need the step before: the forward pass is launched before anybody waits for it."""
     from slotline.planner import Planner
