@@ -22,7 +22,7 @@ from slotline.plugins.triton_backend.tuning import Other, Product, Tuning, Use, 
 if TYPE_CHECKING:
     from slotline.plugins.models.checkpoint import Checkpoint
 
-ADDED = 2048  # rows from which on the norm behind a product takes longer than adding up within the product
+ADDED = 1024  # rows from which on the library adds a product to the residual faster than the norm behind does
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
 
 
