@@ -74,20 +74,17 @@ class Logprobs(Sequence["dict[int, float] | None"]):
         return dict(zip(c.ids[low:high].tolist(), c.values[low:high].tolist(), strict=True))
 
     def __iter__(self) -> Iterator[dict[int, float] | None]:
-        if len(self._parts) == 1:
-            columns, start, stop = self._parts[0]
-            if stop - start == 1:  # as in nearly every piece of a stream
-                bounds, ids, values = columns.lists
-                low, high = bounds[start], bounds[stop]
-                return iter((dict(zip(ids[low:high], values[low:high], strict=True)) if high > low else None,))
-        return self._rows()
+        found: list[dict[int, float] | None] = []
+        for columns, start, stop in self._parts:
+            if stop - start != 1:
+                return self._rows()  # one at a time: a whole answer may be large
+            found.append(_row(columns, start))  # as in pieces of a stream
+        return iter(found)
 
     def _rows(self) -> Iterator[dict[int, float] | None]:
         for columns, start, stop in self._parts:
-            bounds, ids, values = columns.lists
             for at in range(start, stop):
-                low, high = bounds[at], bounds[at + 1]
-                yield dict(zip(ids[low:high], values[low:high], strict=True)) if high > low else None
+                yield _row(columns, at)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sequence):
@@ -115,3 +112,11 @@ class Logprobs(Sequence["dict[int, float] | None"]):
             raise IndexError(f"position {index} of {len(self)}")
         index %= len(self)
         return int(self.columns.indptr[index]), int(self.columns.indptr[index + 1])
+
+
+def _row(columns: LogprobColumns, at: int) -> dict[int, float] | None:
+    """Return what is told of one position, made for its reader alone."""
+    bounds, ids, values = columns.lists
+    low, high = bounds[at], bounds[at + 1]
+    # Both slices have one length; asking zip to make sure would take as long as half of the rest.
+    return dict(zip(ids[low:high], values[low:high])) if high > low else None  # noqa: B905
