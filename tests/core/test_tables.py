@@ -14,6 +14,7 @@ from hypothesis import given
 from slotline import SamplingParams
 from slotline.blocks import ROOT, BlockPool
 from slotline.errors import ClientLimitExceeded, QueueFull
+from slotline.logprobs import Logprobs
 from slotline.plan import LogprobColumns, StepPlan, StepResult
 from slotline.queue import RequestQueue
 from slotline.request import SequenceRequest
@@ -359,14 +360,18 @@ def test_check_integrity_notices(damage: str) -> None:
 # --- columns --------------------------------------------------------------------------
 
 
-@given(st.lists(st.lists(st.tuples(st.integers(0, 9), st.floats(-5, 0, width=32)), max_size=4), max_size=8), st.data())
-def test_columns_slice_and_join(rows, data) -> None:
-    def table(part):
-        flat = [entry for row in part for entry in row]
-        indptr = np.cumsum([0] + [len(row) for row in part]).astype(np.int32)
-        ids, values = np.array([i for i, _ in flat], np.int32), np.array([v for _, v in flat], np.float32)
-        return LogprobColumns(indptr, ids, values, ids)
+ENTRIES = st.lists(st.lists(st.tuples(st.integers(0, 9), st.floats(-5, 0, width=32)), max_size=4), max_size=8)
 
+
+def table(rows) -> LogprobColumns:
+    flat = [entry for row in rows for entry in row]
+    indptr = np.cumsum([0] + [len(row) for row in rows]).astype(np.int32)
+    ids, values = np.array([i for i, _ in flat], np.int32), np.array([v for _, v in flat], np.float32)
+    return LogprobColumns(indptr, ids, values, ids)
+
+
+@given(ENTRIES, st.data())
+def test_columns_slice_and_join(rows, data) -> None:
     whole = table(rows)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(rows)), max_size=3)))
     edges = [0, *cuts, len(rows)]
@@ -374,3 +379,22 @@ def test_columns_slice_and_join(rows, data) -> None:
     joined = LogprobColumns.concat(parts)
     for name in ("indptr", "ids", "values"):
         assert np.array_equal(getattr(joined, name), getattr(whole, name))
+
+
+@given(st.lists(ENTRIES, min_size=1, max_size=3), st.lists(st.tuples(*[st.integers(0, 99)] * 3), max_size=6))
+def test_logprobs_read_the_same_whatever_parts_they_are_in(steps, picks) -> None:
+    """Positions of several steps' tables, one or many or none of each, with and without values."""
+    tables, parts, expected = [table(rows) for rows in steps], [], []
+    for which, begin, count in picks:
+        rows = steps[which % len(steps)]
+        start = begin % (len(rows) + 1)
+        stop = min(len(rows), start + (1 if count < 60 else count % 4))
+        parts.append((tables[which % len(steps)], start, stop))
+        expected += [dict(row) or None for row in rows[start:stop]]
+    read = Logprobs.of(parts, None)
+    first = list(read)
+    assert first == expected and len(read) == len(expected)
+    for row in first:
+        if row is not None:
+            row.clear()  # it is the reader's own
+    assert list(read) == expected == [read[i] for i in range(len(expected))] == list(read)
