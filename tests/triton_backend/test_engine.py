@@ -275,7 +275,7 @@ async def test_a_whole_prompt_takes_library_attention(tiny_llama: Path, monkeypa
     whole = StepGraphs.whole
     monkeypatch.setattr(StepGraphs, "whole", lambda self, size: taken.append(size) or whole(self, size))
     (most,) = FEW_WHOLES
-    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=2)
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, logprobs=2)
     rng = np.random.default_rng(0)
     for lengths, times in (
         ((most,), 1),
