@@ -126,9 +126,9 @@ class Decoder:
                 found = attention.picked(layer.kind, q.index_select(0, picks), keys, values)
             else:
                 found = attention(layer.kind, q, keys, values, qkv)
-            x = self._summed(layer.out, found.flatten(1), residual, layer.attn_post_norm, layer.mlp_norm)
+            x = self._add_and_norm(layer.out, found.flatten(1), residual, layer.attn_post_norm, layer.mlp_norm)
             gated = layer.gate_up.gated(x, w.activation)
-            x = self._summed(layer.down, gated, residual, layer.mlp_post_norm, next_norm)
+            x = self._add_and_norm(layer.down, gated, residual, layer.mlp_post_norm, next_norm)
         return x
 
     def _one_row(self, x: Tensor, positions: Tensor, places: Tensor, attention: StepAttention) -> Tensor:
@@ -152,7 +152,7 @@ class Decoder:
             x = layer.down(gated)
         return rms_norm(x, w.final_norm, eps, residual, dependent=True)
 
-    def _summed(self, linear: Linear, x: Tensor, residual: Tensor, post: Tensor | None, norm: Tensor) -> Tensor:
+    def _add_and_norm(self, linear: Linear, x: Tensor, residual: Tensor, post: Tensor | None, norm: Tensor) -> Tensor:
         """Add a product, normalised by ``post`` if given, to the residual [T, C]; return that normalised."""
         eps, alone = self._config.rms_eps, len(x) == 1
         if post is None and linear.adds(len(x)):

@@ -11,6 +11,8 @@ from slotline.kernels.skinny_gemm import skinny_gemm
 from slotline.kernels.tiled_gemm import Tile, tiled_gemm
 from slotline.plugins.triton_backend.tuning import Other, Use, Way
 
+ADDED = 1024  # rows from which on the library adds a product to a residual faster than the norm behind does
+
 
 def compute(
     way: Way,
@@ -41,3 +43,16 @@ def compute(
         bias = zeros
     product = functional.linear(x, weight, bias)
     return product if active is None else gate(product, active)
+
+
+def adds(way: Way, count: int) -> bool:
+    """Tell whether ``count`` rows of a product without a bias go to the residual by `add`, in front of their norm.
+
+    The library reads the residual while it computes; a norm that does so waits for memory.
+    """
+    return way is Other.LIBRARY and count >= ADDED
+
+
+def add(x: Tensor, weight: Tensor, residual: Tensor) -> None:
+    """Add the product of rows [M, K] and weights [N, K] to a residual [M, N], in place."""
+    residual.addmm_(x, weight.t())

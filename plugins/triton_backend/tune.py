@@ -11,7 +11,7 @@ from slotline.kernels.rms_norm import rms_norm
 from slotline.kernels.skinny_gemm import MOST
 from slotline.kernels.tiled_gemm import Tile, fits
 from slotline.plugins.models.decoder import DecoderConfig
-from slotline.plugins.triton_backend.products import compute
+from slotline.plugins.triton_backend.products import add, adds, compute
 from slotline.plugins.triton_backend.tuning import Choices, Other, Product, Use, Way
 
 COUNTS = (
@@ -143,6 +143,10 @@ class Stopwatch:
         residual, gain = (x.new_zeros(count, product.rows), x.new_ones(product.rows)) if normed else (x, x)
 
         def run(weight: Tensor) -> None:
+            if normed and adds(way, count):
+                add(x, weight, residual)
+                rms_norm(residual, gain, 1e-5)
+                return
             found = compute(way, x, weight, None, product.use, zeros=zeros)
             if normed:
                 rms_norm(found, gain, 1e-5, residual)

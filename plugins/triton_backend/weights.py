@@ -16,13 +16,12 @@ from slotline.kernels.rms_norm import rms_norm
 from slotline.kernels.rotate_and_store import HeadNorms
 from slotline.plugins.models.decoder import DecoderConfig
 from slotline.plugins.models.rope import rope_inv_freq
-from slotline.plugins.triton_backend.products import compute
-from slotline.plugins.triton_backend.tuning import Other, Product, Tuning, Use, Way
+from slotline.plugins.triton_backend.products import add, adds, compute
+from slotline.plugins.triton_backend.tuning import Product, Tuning, Use, Way
 
 if TYPE_CHECKING:
     from slotline.plugins.models.checkpoint import Checkpoint
 
-ADDED = 1024  # rows from which on the library adds a product to the residual faster than the norm behind does
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
 
 
@@ -51,16 +50,12 @@ class Linear:
         return self._compute(x, Use.NORMED)
 
     def adds(self, count: int) -> bool:
-        """Tell whether the library shall add the product of ``count`` rows to a residual, which spares the norm that.
-
-        It reads the residual while it computes; a norm that does so waits for memory.
-        """
-        long = count >= ADDED and self.bias is None and not self.exact
-        return long and self._way(Use.NORMED, count) is Other.LIBRARY
+        """Tell whether ``add`` is faster for ``count`` rows than leaving it to the norm to add the product up."""
+        return self.bias is None and not self.exact and adds(self._way(Use.NORMED, count), count)
 
     def add(self, x: Tensor, residual: Tensor) -> None:
         """Add the product [T, out] of [T, in] to a residual, in place."""
-        residual.addmm_(x, self.weight.t())
+        add(x, self.weight, residual)
 
     def gated(self, x: Tensor, activation: str) -> Tensor:
         """Return [T, out / 2] act(gate) * up for weights of gate rows, then up rows."""

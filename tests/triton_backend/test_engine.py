@@ -105,7 +105,7 @@ async def test_the_deterministic_mode_answers_the_same(tiny_llama: Path) -> None
 
 @interpreted
 async def test_long_products_are_added_to_the_residual(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from slotline.plugins.triton_backend import weights
+    from slotline.plugins.triton_backend import products, weights
 
     rows, add = [], weights.Linear.add
 
@@ -113,7 +113,7 @@ async def test_long_products_are_added_to_the_residual(tiny_llama: Path, monkeyp
         rows.append(len(x))
         add(self, x, residual)
 
-    monkeypatch.setattr(weights, "ADDED", 8)
+    monkeypatch.setattr(products, "ADDED", 8)
     monkeypatch.setattr(weights.Linear, "add", note)
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=1)
     texts = [TEXT[:20], TEXT[:9]]
